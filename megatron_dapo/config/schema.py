@@ -1,0 +1,335 @@
+"""What a run is: every key of a configuration file, with unit, source and reason.
+
+The documentation string below a field is its documentation everywhere: in errors, in the
+generated reference and in editors. Checks that need two fields live in `config.checks`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; an unknown key is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+class ModelConfig(Section):
+    """The policy's starting point: a Hugging Face folder."""
+
+    path: Path
+    """Folder with config.json, safetensors and tokenizer. Its config.json gives every shape."""
+    tokenizer: Path | None = None
+    """Tokenizer folder or SentencePiece .model file; default: `model.path`."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of parameters and activations. bfloat16 keeps fp32 main gradients and fp32 masters."""
+    trust_remote_code: bool = False
+    """Run Python that ships inside the model folder. Off: such a folder is refused."""
+
+
+class ParallelConfig(Section):
+    """How ranks are cut: world size = tensor x pipeline x context x data."""
+
+    tensor: PositiveInt = 1
+    """Ranks that share each layer (TP)."""
+    pipeline: PositiveInt = 1
+    """Stages that share the depth (PP)."""
+    virtual_pipeline: PositiveInt | None = None
+    """Model chunks a stage (interleaved schedule); needs pipeline >= 2."""
+    context: PositiveInt = 1
+    """Ranks that share each sequence (CP)."""
+    data: PositiveInt = 1
+    """Copies of the model that split each update (DP)."""
+    expert: PositiveInt = 1
+    """Ranks that share the experts of an MoE layer (EP); taken out of tensor x context x data."""
+    expert_tensor: PositiveInt | None = None
+    """Tensor parallelism inside an expert; default 1 when expert > 1, else `tensor`."""
+    sequence_parallel: bool | None = None
+    """Split activations between tensor ranks; default: on when tensor > 1."""
+    distributed_optimizer: bool = True
+    """Shard fp32 masters and Adam moments over the data-parallel ranks."""
+    nodes: PositiveInt = 1
+    """Machines. More than one: started by srun or torchrun, one task per device."""
+    timeout_seconds: PositiveInt = 600
+    """Longest wait inside one training collective. Waiting for rollouts has its own limit."""
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def uses_sequence_parallel(self) -> bool:
+        return self.tensor > 1 if self.sequence_parallel is None else self.sequence_parallel
+
+    @property
+    def expert_tensor_size(self) -> int:
+        if self.expert_tensor is not None:
+            return self.expert_tensor
+        return 1 if self.expert > 1 else self.tensor
+
+
+class PrecisionConfig(Section):
+    """FP8 layers of Transformer Engine; without it, asking for them is an error."""
+
+    fp8: Literal["none", "blockwise", "tensorwise", "delayed", "mxfp8"] = "none"
+    """Recipe. blockwise: Hopper. mxfp8: Blackwell. tensorwise and delayed: both."""
+    fp8_format: Literal["e4m3", "hybrid"] = "e4m3"
+    """hybrid keeps gradients in e5m2 (delayed, tensorwise)."""
+    fp8_param_gather: bool = False
+    """Keep the parameters themselves in FP8, so data-parallel gathers move half the bytes."""
+    first_last_layers_bf16: bool = False
+    """First and last layer stay in BF16 (tensorwise, blockwise)."""
+
+
+class TrainingConfig(Section):
+    """The update: how many responses, how they are packed, and memory against compute."""
+
+    steps: PositiveInt = 400
+    """Rollout steps of the run."""
+    responses_per_update: PositiveInt = 512
+    """Responses (not prompts) of one update. DAPO 4.1: 512 of 8,192, 16 updates a step."""
+    epochs: PositiveInt = 1
+    """Passes over each rollout batch."""
+    tokens_per_micro_batch: PositiveInt = 16384
+    """Most tokens in one packed micro-batch of one data-parallel rank (all its context ranks)."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: core attention only, or whole layers."""
+    stop_after_skipped: PositiveInt = 3
+    """Updates in a row skipped for a non-finite gradient after which the run stops."""
+    deterministic: bool = True
+    """Same seed, same layout: same weights."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass still runs (GPU)."""
+
+
+class MoeConfig(Section):
+    """Mixture-of-experts training. Read only for MoE models."""
+
+    aux_loss_coef: float = Field(default=0.0, ge=0.0)
+    """Load-balancing loss; 0 leaves routing to the policy gradient."""
+    z_loss_coef: float = Field(default=0.0, ge=0.0)
+    """Keeps router logits small."""
+    grouped_gemm: bool | None = None
+    """One kernel for all local experts; default: on where Transformer Engine is in use."""
+
+
+class OptimizerConfig(Section):
+    """AdamW. Defaults are DAPO's (4.1 and the released script)."""
+
+    lr: float = Field(default=1e-6, gt=0.0)
+    """Constant after warm-up."""
+    warmup_steps: int = Field(default=20, ge=0)
+    """Rollout steps (not updates) of linear warm-up; the scheduler moves once a rollout step."""
+    weight_decay: float = Field(default=0.1, ge=0.0)
+    beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    eps: float = Field(default=1e-8, gt=0.0)
+    clip_grad: float = Field(default=1.0, gt=0.0)
+    """Global gradient norm above which the gradient is scaled down."""
+
+
+class DataConfig(Section):
+    """Prompts: DAPO-Math-17k's row format, as parquet or JSONL."""
+
+    train: Path
+    """.parquet or .jsonl file."""
+    heldout: Path | None = None
+    """Prompts of the evaluation inside the loop."""
+    prompt_format: Literal["dapo", "chat", "plain"] = "dapo"
+    """dapo: the paper's instruction around the bare problem (left alone where it is already
+    there). chat: the tokenizer's chat template. plain: the text as it stands."""
+    prompt_column: str = "prompt"
+    """Column with the text or the list of messages."""
+    answer_column: str = "reward_model.ground_truth"
+    """Column with the answer; dots go into nested objects."""
+    max_prompt_tokens: PositiveInt = 2048
+    overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
+    """A prompt over max_prompt_tokens. drop: counted. truncate_left: the released script's."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """A row that cannot be read: stop with its line number, or count it and go on."""
+    deduplicate: bool = True
+    """Keep the first of rows with the same prompt text (DAPO-Math-17k repeats each ~100 times)."""
+
+
+class RolloutConfig(Section):
+    """Sampling by stock vLLM servers."""
+
+    prompts_per_step: PositiveInt = 512
+    """Groups that one rollout step trains on. DAPO 4.1: 512."""
+    group_size: PositiveInt = 16
+    """Responses a prompt, G. DAPO 4.1: 16."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """The trainer divides its logits by it too. 0 has no gradient: refused for training."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=-1, ge=-1)
+    """-1: off. Training takes only untruncated distributions, else log-probs would not match."""
+    max_response_tokens: PositiveInt = 20480
+    """L_max of DAPO Eq. 13."""
+    logprobs: Literal["processed", "raw"] = "processed"
+    """Which log-probs the engine returns: of the sampling distribution, or of the raw logits."""
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    """Engines share the trainers' devices (sleep and wake), or have their own."""
+    engines: PositiveInt = 1
+    """Replicas started by the run; with `endpoints`, how many are given there."""
+    engine_tensor: PositiveInt = 1
+    """Tensor parallelism of one engine."""
+    endpoints: tuple[str, ...] = ()
+    """Running servers (unix:/path or http://127.0.0.1:port) instead of starting our own."""
+    engine_dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """auto: `model.dtype`."""
+    max_engine_tokens: PositiveInt | None = None
+    """Longest prompt + response of the engine; default: the sum of both limits."""
+    max_concurrent_sequences: PositiveInt = 256
+    """Sequences that one engine decodes at once."""
+    gpu_memory_utilization: Fraction = 0.85
+    """Share of device memory for weights and KV cache (on CPU: of RAM, keep it low)."""
+    cpu_kv_cache_gib: PositiveInt = 1
+    """KV cache of an engine on CPU."""
+    startup_timeout_seconds: PositiveInt = 600
+    request_timeout_seconds: PositiveInt = 3600
+    """Longest wait for one response."""
+    weight_sync: Literal["shared_memory", "nccl"] = "shared_memory"
+    """How weights reach the engines: a file in /dev/shm (same machine), or NCCL."""
+
+
+class SamplingConfig(Section):
+    """Dynamic sampling (DAPO Eq. 11): only groups of mixed accuracy are trained on."""
+
+    dynamic: bool = True
+    max_rounds: PositiveInt = 10
+    """Generation rounds a step before `when_short` applies. The released script: 10."""
+    prompts_per_round: PositiveInt | None = None
+    """Prompts of the first round; later ones ask for what is missing. Default: prompts_per_step."""
+    when_short: Literal["stop", "train"] = "stop"
+    """Too few mixed groups after max_rounds: stop with the counts, or train on what there is."""
+    surplus: Literal["drop"] = "drop"
+    """Mixed groups beyond the target: dropped and counted (the reference's rule)."""
+
+
+class RewardConfig(Section):
+    """Rule reward (DAPO Eq. 7) and length shaping (Eq. 13)."""
+
+    style: Literal["answer_line", "boxed", "either", "dapo_reference"] = "answer_line"
+    """Where the answer is read. dapo_reference reproduces the published grader bit by bit."""
+    correct: float = 1.0
+    incorrect: float = -1.0
+    overlong_buffer_tokens: int = Field(default=4096, ge=0)
+    """L_cache of Eq. 13: the last tokens before the limit are punished linearly. 0: off."""
+    overlong_penalty: float = Field(default=1.0, ge=0.0)
+    """Punishment at max_response_tokens and beyond."""
+    filter_truncated: bool = False
+    """Overlong filtering: truncated responses count in the group's statistics but do not train."""
+    plugin: str | None = None
+    """dotted.path:function(prompt, response, answer, meta) -> float or dict of named parts."""
+
+
+class AdvantageConfig(Section):
+    """Group-relative advantages (DAPO Eq. 9)."""
+
+    normalize_std: bool = True
+    """Divide by the group's standard deviation. Off: Dr.GRPO."""
+    unbiased: bool = True
+    """n - 1 in that deviation (verl, NeMo-RL, TRL). Off: population."""
+    eps: float = Field(default=1e-6, ge=0.0)
+
+
+class LossConfig(Section):
+    """Policy loss. Defaults are DAPO's (arXiv 2503.14476, 4.1)."""
+
+    ratio: Literal["token", "sequence"] = "token"
+    """token: DAPO Eq. 8. sequence: GSPO, for MoE policies whose routing drifts."""
+    objective: Literal["ppo", "cispo"] = "ppo"
+    """ppo: clipped surrogate. cispo: clipped, detached weight times log-prob."""
+    clip_low: float = Field(default=0.2, gt=0.0)
+    """Ratio may fall to 1 - clip_low. GSPO uses 3e-4."""
+    clip_high: float = Field(default=0.28, gt=0.0)
+    """Ratio may rise to 1 + clip_high; above clip_low it keeps rare tokens alive. GSPO: 4e-4."""
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    """Caps the loss of tokens with negative advantage at ratio = dual_clip. The script uses 10."""
+    aggregation: Literal["token_mean", "sequence_mean", "group_token_mean", "constant"] = (
+        "token_mean"
+    )
+    """token_mean: over all counted tokens of the update. group_token_mean: Eq. 8 as printed.
+    sequence_mean: GRPO, GSPO. constant: Dr.GRPO."""
+    constant_tokens: PositiveInt | None = None
+    """Divisor of each response with aggregation = constant."""
+    kl_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the KL to the reference policy in the loss. DAPO: none."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = Field(default=0.0, ge=0.0)
+    """Weight of the entropy bonus. DAPO: none."""
+    mismatch: Literal[
+        "none", "tis_token", "tis_sequence", "icepop", "sequence_mask", "geometric"
+    ] = "none"
+    """Correction of the gap between engine and trainer log-probs."""
+    mismatch_low: float = Field(default=0.0, ge=0.0)
+    mismatch_high: float = Field(default=2.0, gt=0.0)
+    """Bounds of the correction's weight; token truncation uses mismatch_high only."""
+
+
+class CheckpointConfig(Section):
+    """What is kept, and when."""
+
+    every: int = Field(default=5, ge=0)
+    """Rollout steps between checkpoints. 0: only at the end."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept; an old one goes only after a new one is complete."""
+    export_hf: bool = True
+    """Write the Hugging Face folder at the end of the run."""
+
+
+class EvaluationConfig(Section):
+    """Accuracy on `data.heldout` inside the loop. Defaults are the paper's AIME protocol."""
+
+    every: int = Field(default=5, ge=0)
+    """Rollout steps between evaluations; also before the first and after the last. 0: never."""
+    samples_per_prompt: PositiveInt = 32
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_p: float = Field(default=0.7, gt=0.0, le=1.0)
+    max_prompts: PositiveInt | None = None
+    """Only the first ones; default all."""
+
+
+class LoggingConfig(Section):
+    """Sinks. metrics.jsonl is always written and is the truth."""
+
+    console: bool = True
+    tensorboard: bool = False
+    wandb: bool = False
+    """Key from the environment or netrc; WANDB_MODE=offline works."""
+    wandb_project: str = "megatron_dapo"
+    samples_per_step: int = Field(default=4, ge=0)
+    """Responses a step written to samples.jsonl with their prompt, answer and reward."""
+
+
+class RunConfig(Section):
+    """One run. Frozen: what is resolved here is what is saved, printed and trained."""
+
+    run_dir: Path
+    """Everything that the run writes."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelConfig = ParallelConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    training: TrainingConfig = TrainingConfig()
+    moe: MoeConfig = MoeConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    reward: RewardConfig = RewardConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    logging: LoggingConfig = LoggingConfig()
