@@ -9,8 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+LocalPath = Annotated[Path, AfterValidator(_absolute)]
+"""A file or folder; made absolute, so that a saved configuration means the same anywhere."""
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -19,16 +26,20 @@ class Section(BaseModel):
     """A frozen group of keys; an unknown key is an error."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
 
 class ModelConfig(Section):
     """The policy's starting point: a Hugging Face folder."""
 
-    path: Path
+    path: LocalPath
     """Folder with config.json, safetensors and tokenizer. Its config.json gives every shape."""
-    tokenizer: Path | None = None
+    tokenizer: LocalPath | None = None
     """Tokenizer folder or SentencePiece .model file; default: `model.path`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of parameters and activations. bfloat16 keeps fp32 main gradients and fp32 masters."""
@@ -89,6 +100,11 @@ class PrecisionConfig(Section):
     first_last_layers_bf16: bool = False
     """First and last layer stay in BF16 (tensorwise, blockwise)."""
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of one rank's shard of a pack come in multiples of this."""
+        return {"none": 1, "tensorwise": 16, "delayed": 16, "mxfp8": 32, "blockwise": 128}[self.fp8]
+
 
 class TrainingConfig(Section):
     """The update: how many responses, how they are packed, and memory against compute."""
@@ -99,8 +115,9 @@ class TrainingConfig(Section):
     """Responses (not prompts) of one update. DAPO 4.1: 512 of 8,192, 16 updates a step."""
     epochs: PositiveInt = 1
     """Passes over each rollout batch."""
-    tokens_per_micro_batch: PositiveInt = 16384
-    """Most tokens in one packed micro-batch of one data-parallel rank (all its context ranks)."""
+    tokens_per_micro_batch: PositiveInt = 22528
+    """Most tokens in one packed micro-batch of one data-parallel rank (all its context ranks).
+    At least the longest prompt + response; the released script: 22,528 = 2,048 + 20,480."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: core attention only, or whole layers."""
     stop_after_skipped: PositiveInt = 3
@@ -130,9 +147,13 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(default=20, ge=0)
     """Rollout steps (not updates) of linear warm-up; the scheduler moves once a rollout step."""
     weight_decay: float = Field(default=0.1, ge=0.0)
+    """Decoupled; not applied to biases and norms."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Decay of the running mean of gradients."""
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
+    """Decay of the running mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0.0)
+    """Added to the root of the second moment."""
     clip_grad: float = Field(default=1.0, gt=0.0)
     """Global gradient norm above which the gradient is scaled down."""
 
@@ -140,9 +161,9 @@ class OptimizerConfig(Section):
 class DataConfig(Section):
     """Prompts: DAPO-Math-17k's row format, as parquet or JSONL."""
 
-    train: Path
+    train: LocalPath
     """.parquet or .jsonl file."""
-    heldout: Path | None = None
+    heldout: LocalPath | None = None
     """Prompts of the evaluation inside the loop."""
     prompt_format: Literal["dapo", "chat", "plain"] = "dapo"
     """dapo: the paper's instruction around the bare problem (left alone where it is already
@@ -170,6 +191,7 @@ class RolloutConfig(Section):
     temperature: float = Field(default=1.0, ge=0.0)
     """The trainer divides its logits by it too. 0 has no gradient: refused for training."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Share of the probability mass that is sampled from; training takes only 1."""
     top_k: int = Field(default=-1, ge=-1)
     """-1: off. Training takes only untruncated distributions, else log-probs would not match."""
     max_response_tokens: PositiveInt = 20480
@@ -195,6 +217,7 @@ class RolloutConfig(Section):
     cpu_kv_cache_gib: PositiveInt = 1
     """KV cache of an engine on CPU."""
     startup_timeout_seconds: PositiveInt = 600
+    """Longest wait for an engine to load its weights and answer."""
     request_timeout_seconds: PositiveInt = 3600
     """Longest wait for one response."""
     weight_sync: Literal["shared_memory", "nccl"] = "shared_memory"
@@ -205,6 +228,7 @@ class SamplingConfig(Section):
     """Dynamic sampling (DAPO Eq. 11): only groups of mixed accuracy are trained on."""
 
     dynamic: bool = True
+    """Off: every group trains, and one of equal accuracy has advantage 0."""
     max_rounds: PositiveInt = 10
     """Generation rounds a step before `when_short` applies. The released script: 10."""
     prompts_per_round: PositiveInt | None = None
@@ -221,7 +245,9 @@ class RewardConfig(Section):
     style: Literal["answer_line", "boxed", "either", "dapo_reference"] = "answer_line"
     """Where the answer is read. dapo_reference reproduces the published grader bit by bit."""
     correct: float = 1.0
+    """Reward of a right answer."""
     incorrect: float = -1.0
+    """Reward of a wrong or missing answer."""
     overlong_buffer_tokens: int = Field(default=4096, ge=0)
     """L_cache of Eq. 13: the last tokens before the limit are punished linearly. 0: off."""
     overlong_penalty: float = Field(default=1.0, ge=0.0)
@@ -240,6 +266,7 @@ class AdvantageConfig(Section):
     unbiased: bool = True
     """n - 1 in that deviation (verl, NeMo-RL, TRL). Off: population."""
     eps: float = Field(default=1e-6, ge=0.0)
+    """Added to that deviation."""
 
 
 class LossConfig(Section):
@@ -265,6 +292,7 @@ class LossConfig(Section):
     kl_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the KL to the reference policy in the loss. DAPO: none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of that KL. k3: never negative, low variance (GRPO)."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the entropy bonus. DAPO: none."""
     mismatch: Literal[
@@ -272,8 +300,9 @@ class LossConfig(Section):
     ] = "none"
     """Correction of the gap between engine and trainer log-probs."""
     mismatch_low: float = Field(default=0.0, ge=0.0)
+    """Lower bound of the correction's weight; truncation does not read it."""
     mismatch_high: float = Field(default=2.0, gt=0.0)
-    """Bounds of the correction's weight; token truncation uses mismatch_high only."""
+    """Upper bound of the correction's weight."""
 
 
 class CheckpointConfig(Section):
@@ -293,8 +322,11 @@ class EvaluationConfig(Section):
     every: int = Field(default=5, ge=0)
     """Rollout steps between evaluations; also before the first and after the last. 0: never."""
     samples_per_prompt: PositiveInt = 32
+    """Responses of each prompt, k of avg@k, maj@k and pass@k."""
     temperature: float = Field(default=1.0, ge=0.0)
+    """0: greedy, one sample a prompt."""
     top_p: float = Field(default=0.7, gt=0.0, le=1.0)
+    """Share of the probability mass that is sampled from."""
     max_prompts: PositiveInt | None = None
     """Only the first ones; default all."""
 
@@ -303,10 +335,13 @@ class LoggingConfig(Section):
     """Sinks. metrics.jsonl is always written and is the truth."""
 
     console: bool = True
+    """One line a step."""
     tensorboard: bool = False
+    """Event files under run_dir."""
     wandb: bool = False
     """Key from the environment or netrc; WANDB_MODE=offline works."""
     wandb_project: str = "megatron_dapo"
+    """Project that the run appears in."""
     samples_per_step: int = Field(default=4, ge=0)
     """Responses a step written to samples.jsonl with their prompt, answer and reward."""
 
@@ -314,10 +349,12 @@ class LoggingConfig(Section):
 class RunConfig(Section):
     """One run. Frozen: what is resolved here is what is saved, printed and trained."""
 
-    run_dir: Path
+    run_dir: LocalPath
     """Everything that the run writes."""
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Of weights' dropout, prompt order and every sampled response."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where a device is visible. cuda on a machine without one: dry run only."""
     model: ModelConfig
     data: DataConfig
     parallel: ParallelConfig = ParallelConfig()
@@ -333,3 +370,18 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses that one rollout step trains on."""
+        return self.rollout.prompts_per_step * self.rollout.group_size
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates of one rollout step: DAPO 4.1 has 512 x 16 / 512 = 16."""
+        return self.responses_per_step // self.training.responses_per_update * self.training.epochs
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Longest prompt + response."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens

@@ -1,0 +1,57 @@
+# make quickstart | test | test-unit | test-parallel | test-e2e | test-gpu | lint | install | clean
+# PYTHON=python3.12 make install   takes another interpreter (3.11 or newer).
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-unit test-parallel test-e2e test-gpu lint clean
+
+PYTHON ?= $(shell if python3.11 --version >/dev/null 2>&1; then echo python3.11; else echo python3; fi)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+LOCK := requirements/cpu.txt
+SHELL_SCRIPTS := .ci/run $(wildcard examples/*/*.sh)
+
+# More threads than one spin against the other ranks and the engine of the same machine.
+export OMP_NUM_THREADS := 1
+export PYTHONUNBUFFERED := 1
+
+help:
+	@sed -n '1,2s/^# //p' Makefile
+
+install: $(STAMP)
+
+$(STAMP): $(LOCK) setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "megatron_dapo needs Python 3.11 or newer; $(PYTHON) is " + sys.version.split()[0] + ". Install one, then: make install PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check "$$(grep '^torch==' $(LOCK))"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r $(LOCK)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+quickstart: install
+	$(BIN)/python examples/quickstart/run.py
+
+test: test-unit test-parallel test-e2e
+
+test-unit: install
+	$(BIN)/python -m pytest tests/unit
+
+test-parallel: install
+	$(BIN)/python -m pytest tests/parallel
+
+test-e2e: install
+	$(BIN)/python -m pytest tests/e2e
+
+test-gpu: install
+	$(BIN)/python -m pytest tests/gpu
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@if command -v shellcheck >/dev/null; then shellcheck $(SHELL_SCRIPTS); \
+	else echo "shellcheck is not installed: shell scripts not checked"; fi
+
+clean:
+	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,289 @@
+"""Rules between keys and against the model's shape: a run that would fail is refused here.
+
+Each rule yields complete messages: key, value seen, what is allowed, what to do. Nothing
+here looks at the machine; that is `config.machine_checks`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from urllib.parse import urlsplit
+
+from megatron_dapo.config.errors import ConfigError
+from megatron_dapo.config.layout_checks import layout_problems
+from megatron_dapo.config.model_shape import ModelShape
+from megatron_dapo.config.redact import redact_text
+from megatron_dapo.config.schema import LossConfig, RunConfig
+
+GSPO_WIDEST_CLIP = 0.1
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+
+
+def check_config(config: RunConfig, hf_config: Mapping[str, object]) -> None:
+    """Refuse what cannot be trained, or would be trained wrong, before a model is built.
+
+    Args:
+        config: as loaded; every field is already right by itself.
+        hf_config: the parsed config.json of `config.model.path`.
+
+    Raises:
+        ConfigError: one message for each broken rule.
+    """
+    shape = ModelShape.from_hf(hf_config)
+    problems = [
+        *batch_problems(config),
+        *length_problems(config, shape),
+        *sampling_problems(config),
+        *reward_problems(config),
+        *loss_problems(config.loss),
+        *rollout_problems(config, shape),
+        *layout_problems(config, shape),
+        *model_problems(config, shape),
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def batch_problems(config: RunConfig) -> Iterator[str]:
+    """Responses -> updates -> data-parallel ranks."""
+    update, group = config.training.responses_per_update, config.rollout.group_size
+    total = config.responses_per_step
+    if group == 1:
+        yield (
+            "rollout.group_size=1: an advantage relative to its group needs at least 2 responses "
+            "a prompt, or every advantage is 0. DAPO uses 16."
+        )
+    if total % update:
+        yield (
+            f"training.responses_per_update={update}: must divide rollout.prompts_per_step "
+            f"{config.rollout.prompts_per_step} x rollout.group_size {group} = {total} responses. "
+            f"Use {_nearest_divisor(total, update)}."
+        )
+    if update < config.parallel.data:
+        yield (
+            f"training.responses_per_update={update}: must be at least parallel.data="
+            f"{config.parallel.data}, or some ranks have nothing to train on. Raise it or lower "
+            "parallel.data."
+        )
+    if config.loss.aggregation == "group_token_mean" and update % group:
+        yield (
+            f"training.responses_per_update={update}: loss.aggregation=group_token_mean averages "
+            f"inside a group, so it must be a multiple of rollout.group_size={group}."
+        )
+
+
+def length_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Prompt + response against the engine, the model and one micro-batch."""
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    longest = config.max_sequence_tokens
+    what = (
+        f"data.max_prompt_tokens={prompt} + rollout.max_response_tokens={response} = {longest} "
+        "tokens"
+    )
+    engine = config.rollout.max_engine_tokens
+    if engine is not None and longest > engine:
+        yield f"{what}: more than rollout.max_engine_tokens={engine}. Raise that, or leave it out."
+    if longest > shape.max_positions:
+        yield (
+            f"{what}: more than the {shape.max_positions} positions (max_position_embeddings) of "
+            "the model at model.path. Lower one of the two."
+        )
+    elif engine is not None and engine > shape.max_positions:
+        yield (
+            f"rollout.max_engine_tokens={engine}: more than the {shape.max_positions} positions "
+            "(max_position_embeddings) of the model at model.path. Lower it, or leave it out."
+        )
+    if longest > config.training.tokens_per_micro_batch:
+        yield (
+            f"training.tokens_per_micro_batch={config.training.tokens_per_micro_batch}: must hold "
+            f"one sequence whole, {what}. Raise it to at least {longest}."
+        )
+    buffer = config.reward.overlong_buffer_tokens
+    if buffer > response:
+        yield (
+            f"reward.overlong_buffer_tokens={buffer}: must be at most rollout.max_response_tokens="
+            f"{response}, since the punished zone ends there. DAPO: 4096 of 20480; 0 turns it off."
+        )
+
+
+def sampling_problems(config: RunConfig) -> Iterator[str]:
+    """Responses must come from the distribution that the trainer differentiates."""
+    rollout, sampling = config.rollout, config.sampling
+    if rollout.temperature == 0:
+        yield (
+            "rollout.temperature=0.0: greedy responses are all equal and their log-probs have no "
+            "gradient; must be above 0 for training (evaluation.temperature may be 0). DAPO: 1.0."
+        )
+    if rollout.top_p < 1:
+        yield (
+            f"rollout.top_p={rollout.top_p}: training takes only 1.0, since the trainer's "
+            "log-probs are of the untruncated distribution. evaluation.top_p is free."
+        )
+    if rollout.top_k > 0:
+        yield (
+            f"rollout.top_k={rollout.top_k}: training takes only -1 (off), since the trainer's "
+            "log-probs are of the untruncated distribution."
+        )
+    if rollout.logprobs == "raw" and rollout.temperature not in (0.0, 1.0):
+        yield (
+            f"rollout.logprobs=raw with rollout.temperature={rollout.temperature}: raw log-probs "
+            "are of temperature 1, the trainer's are tempered. Use rollout.logprobs=processed."
+        )
+    if not sampling.dynamic and sampling.prompts_per_round not in (None, rollout.prompts_per_step):
+        yield (
+            f"sampling.prompts_per_round={sampling.prompts_per_round}: without dynamic sampling "
+            f"there is one round of rollout.prompts_per_step={rollout.prompts_per_step} prompts. "
+            "Leave it out, or set sampling.dynamic=true."
+        )
+    evaluation = config.evaluation
+    greedy = evaluation.temperature == 0 and evaluation.samples_per_prompt > 1
+    if greedy and evaluation.every > 0 and config.data.heldout is not None:
+        yield (
+            f"evaluation.samples_per_prompt={evaluation.samples_per_prompt}: at "
+            "evaluation.temperature=0 all samples of a prompt are equal; must be 1."
+        )
+
+
+def reward_problems(config: RunConfig) -> Iterator[str]:
+    """The reward must order right above wrong."""
+    reward = config.reward
+    if reward.correct <= reward.incorrect:
+        yield (
+            f"reward.correct={reward.correct}: must be above reward.incorrect={reward.incorrect}. "
+            "DAPO: 1 and -1."
+        )
+    if reward.plugin is not None and not _PLUGIN.fullmatch(reward.plugin):
+        yield (
+            f"reward.plugin={reward.plugin!r}: must be dotted.path:function, for example "
+            "my_rewards.math:grade"
+        )
+
+
+def loss_problems(loss: LossConfig) -> Iterator[str]:
+    """Clip widths, aggregation and corrections that belong together."""
+    widths = f"loss.clip_low={loss.clip_low} and loss.clip_high={loss.clip_high}"
+    if loss.ratio == "sequence":
+        yield from _sequence_ratio_problems(loss, widths)
+    elif loss.objective == "ppo":
+        if loss.clip_low > loss.clip_high:
+            yield f"{widths}: need clip_low <= clip_high. DAPO uses 0.2 and 0.28."
+        if loss.clip_low >= 1:
+            yield f"loss.clip_low={loss.clip_low}: must be below 1, the ratio is never negative."
+        if loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
+            yield (
+                f"loss.dual_clip={loss.dual_clip}: must be above 1 + loss.clip_high = "
+                f"{1 + loss.clip_high}. The released script uses 10."
+            )
+    elif loss.dual_clip is not None:
+        yield (
+            f"loss.dual_clip={loss.dual_clip}: loss.objective=cispo has no dual clip; leave it out."
+        )
+    if loss.aggregation == "constant" and loss.constant_tokens is None:
+        yield (
+            "loss.constant_tokens is not set: loss.aggregation=constant divides each response by "
+            "it. Dr.GRPO uses rollout.max_response_tokens."
+        )
+    if loss.aggregation != "constant" and loss.constant_tokens is not None:
+        yield (
+            f"loss.constant_tokens={loss.constant_tokens}: read only with "
+            f"loss.aggregation=constant, which is {loss.aggregation}. Leave it out."
+        )
+    inside = loss.mismatch_low < 1 <= loss.mismatch_high
+    if loss.mismatch != "none" and not inside:
+        yield (
+            f"loss.mismatch_low={loss.mismatch_low} and loss.mismatch_high={loss.mismatch_high}: "
+            "need mismatch_low < 1 <= mismatch_high, or tokens without any mismatch are cut. "
+            "Usual: tis_token 0 and 2, icepop 0.5 and 5, geometric 0.999 and 1.001."
+        )
+
+
+def _sequence_ratio_problems(loss: LossConfig, widths: str) -> Iterator[str]:
+    if max(loss.clip_low, loss.clip_high) > GSPO_WIDEST_CLIP:
+        yield (
+            f"{widths}: loss.ratio=sequence (GSPO) needs its own clip widths, at most "
+            f"{GSPO_WIDEST_CLIP}, since a mean over tokens hardly moves. Use 3e-4 and 4e-4."
+        )
+    elif loss.clip_low > loss.clip_high:
+        yield f"{widths}: need clip_low <= clip_high. GSPO uses 3e-4 and 4e-4."
+    if loss.aggregation != "sequence_mean":
+        yield (
+            f"loss.aggregation={loss.aggregation}: loss.ratio=sequence has one term a response, so "
+            "it needs loss.aggregation=sequence_mean."
+        )
+    if loss.objective == "cispo":
+        yield (
+            "loss.objective=cispo: weighs each token by its own ratio, so it needs "
+            "loss.ratio=token. Use loss.objective=ppo for GSPO."
+        )
+    if loss.dual_clip is not None:
+        yield (
+            f"loss.dual_clip={loss.dual_clip}: not defined for loss.ratio=sequence; leave it out."
+        )
+
+
+def rollout_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Engines: how many, how wide, and where."""
+    rollout = config.rollout
+    if shape.heads % rollout.engine_tensor:
+        yield (
+            f"rollout.engine_tensor={rollout.engine_tensor}: must divide the model's "
+            f"{shape.heads} attention heads."
+        )
+    if rollout.endpoints and len(rollout.endpoints) != rollout.engines:
+        yield (
+            f"rollout.engines={rollout.engines}: must equal the number of rollout.endpoints, "
+            f"{len(rollout.endpoints)}."
+        )
+    if len(set(rollout.endpoints)) != len(rollout.endpoints):
+        yield "rollout.endpoints: one is given twice; each must be a server of its own."
+    for endpoint in rollout.endpoints:
+        if not _is_local(endpoint):
+            yield (
+                f"rollout.endpoints: {redact_text(endpoint)!r} must be unix:/absolute/path or "
+                "http://127.0.0.1:port. A server's control routes are open to whoever reaches "
+                "its port: forward a remote one to a local socket."
+            )
+    yield from _weight_sync_problems(config)
+
+
+def _is_local(endpoint: str) -> bool:
+    if endpoint.startswith("unix:"):
+        return endpoint.startswith("unix:/")
+    try:
+        parts = urlsplit(endpoint)
+        port = parts.port
+    except ValueError:
+        return False
+    plain = parts.scheme == "http" and parts.username is None and parts.path in ("", "/")
+    return plain and parts.hostname in LOOPBACK_HOSTS and port is not None
+
+
+def _weight_sync_problems(config: RunConfig) -> Iterator[str]:
+    if config.rollout.weight_sync != "nccl":
+        return
+    if config.device == "cpu":
+        yield (
+            "rollout.weight_sync=nccl: needs device=cuda; on CPU use "
+            "rollout.weight_sync=shared_memory."
+        )
+    if config.rollout.placement == "colocated":
+        yield (
+            "rollout.weight_sync=nccl with rollout.placement=colocated: NCCL refuses two ranks on "
+            "one device. Use rollout.weight_sync=shared_memory, or placement=disaggregated."
+        )
+
+
+def model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """What the model folder asks for."""
+    if shape.custom_code and not config.model.trust_remote_code:
+        yield (
+            "model.trust_remote_code=false: the config.json at model.path names Python code of its "
+            "own (auto_map). Read that code, then set it to true, or choose another model."
+        )
+
+
+def _nearest_divisor(total: int, wanted: int) -> int:
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    return min(divisors, key=lambda n: abs(n - wanted))
