@@ -1,0 +1,68 @@
+"""Rewards of the user's own: a function named in the configuration."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from megatron_dapo.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RewardMeta:
+    """What a reward function may want to know beside the texts."""
+
+    prompt_id: str
+    source: str
+    sample_index: int
+    response_tokens: int
+    max_response_tokens: int
+    finish_reason: FinishReason
+
+
+class RewardFunction(Protocol):
+    """`function(prompt, response, answer, meta)`.
+
+    Returns the score as a number, or named parts: their sum is the score, and each is logged.
+    The name "accuracy" is not a part: it says how right the answer is (1 right, 0 wrong) and is
+    what dynamic sampling filters on. Without it an answer is right when its score reaches
+    `reward.correct`; with nothing else the score is `reward.correct` or `reward.incorrect`.
+    """
+
+    def __call__(
+        self, prompt: str, response: str, answer: str, meta: RewardMeta
+    ) -> float | Mapping[str, float]: ...
+
+
+def load_plugin(path: str) -> RewardFunction:
+    """The function at `dotted.path:function`, checked but not called.
+
+    Raises:
+        ValueError: bad form, no such module or function, or it does not take four arguments.
+    """
+    module_name, colon, name = path.partition(":")
+    parts = module_name.split(".")
+    if not colon or not name.isidentifier() or not all(part.isidentifier() for part in parts):
+        raise ValueError(f"reward.plugin={path!r} must read dotted.path:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(
+            f"reward.plugin={path!r}: cannot import {module_name} ({error}); its folder must be "
+            "on PYTHONPATH"
+        ) from error
+    if name not in vars(module):
+        raise ValueError(f"reward.plugin={path!r}: {module_name} has no {name}")
+    function = vars(module)[name]
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"reward.plugin={path!r}: {name} must be a plain function")
+    try:
+        inspect.signature(function).bind("prompt", "response", "answer", "meta")
+    except TypeError as error:
+        raise ValueError(
+            f"reward.plugin={path!r}: {name} must take (prompt, response, answer, meta), {error}"
+        ) from error
+    return cast(RewardFunction, function)
