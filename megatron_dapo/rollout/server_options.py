@@ -1,0 +1,157 @@
+"""How one vLLM server is started: its command line and its environment."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_dapo.config.schema import RunConfig
+
+SERVED_NAME = "policy"
+BACKEND = "megatron_dapo"
+"""Weight-transfer backend, registered on the engine's side by our plug-in."""
+CPU_MEMORY_FRACTION = 0.1
+"""Of RAM. On CPU the cache has its own size (`rollout.cpu_kv_cache_gib`)."""
+
+_LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+_LAUNCHER_NAMES = frozenset(
+    [
+        *("RANK", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    ]
+)
+_SECRET_SUFFIXES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
+_NEVER_PASSED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "HOST_IP", "LD_PRELOAD"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """One engine of a run, resolved; built by `server_options`."""
+
+    model: Path
+    index: int
+    """Replica number, 0 .. engines - 1."""
+    seed: int
+    device: Literal["cpu", "cuda"]
+    visible_devices: tuple[int, ...] = ()
+    """CUDA devices of this engine; empty: those of the parent."""
+    tensor: int
+    dtype: str
+    logprobs: Literal["processed", "raw"]
+    max_model_tokens: int
+    max_sequences: int
+    memory_fraction: float
+    cpu_kv_cache_gib: int
+    trust_remote_code: bool
+    sleep_mode: bool
+    """Weights and cache can leave the device between phases (co-located engines on GPU)."""
+    local_only: bool
+    """Every process that exchanges weights with this engine is on this machine."""
+    startup_timeout_seconds: float
+    log_file: Path
+
+
+def server_options(
+    config: RunConfig,
+    index: int,
+    *,
+    device: Literal["cpu", "cuda"],
+    visible_devices: tuple[int, ...] = (),
+) -> ServerOptions:
+    """Options of engine `index` of a run on `device`."""
+    rollout = config.rollout
+    longest = config.data.max_prompt_tokens + rollout.max_response_tokens
+    auto_dtype = rollout.engine_dtype == "auto"
+    return ServerOptions(
+        model=config.model.path,
+        index=index,
+        seed=config.seed + index,
+        device=device,
+        visible_devices=visible_devices,
+        tensor=rollout.engine_tensor,
+        dtype=config.model.dtype if auto_dtype else rollout.engine_dtype,
+        logprobs=rollout.logprobs,
+        max_model_tokens=rollout.max_engine_tokens or longest,
+        max_sequences=rollout.max_concurrent_sequences,
+        memory_fraction=rollout.gpu_memory_utilization if device == "cuda" else CPU_MEMORY_FRACTION,
+        cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
+        trust_remote_code=config.model.trust_remote_code,
+        sleep_mode=device == "cuda" and rollout.placement == "colocated",
+        local_only=rollout.weight_sync == "shared_memory",
+        startup_timeout_seconds=rollout.startup_timeout_seconds,
+        log_file=config.run_dir / "logs" / f"rollout_engine_{index}.log",
+    )
+
+
+def server_command(options: ServerOptions, socket: Path) -> list[str]:
+    """The stock vLLM server, listening on `socket` only."""
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--uds", str(socket)),
+        *("--model", str(options.model), "--served-model-name", SERVED_NAME),
+        *("--skip-tokenizer-init", "--generation-config", "vllm", "--enable-scale-out"),
+        *("--load-format", "safetensors", "--dtype", options.dtype),
+        *("--tensor-parallel-size", str(options.tensor), "--seed", str(options.seed)),
+        *("--max-model-len", str(options.max_model_tokens)),
+        *("--max-num-seqs", str(options.max_sequences)),
+        *("--logprobs-mode", f"{options.logprobs}_logprobs"),
+        *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
+        *("--gpu-memory-utilization", str(options.memory_fraction)),
+        *("--disable-uvicorn-access-log", "--enable-prompt-tokens-details"),
+    ]
+    if options.device == "cpu":
+        command += ["--enforce-eager"]
+    if options.sleep_mode:
+        command += ["--enable-sleep-mode"]
+    if options.trust_remote_code:
+        command += ["--trust-remote-code"]
+    return command
+
+
+def server_environment(
+    options: ServerOptions, scratch: Path, inherited: Mapping[str, str]
+) -> dict[str, str]:
+    """Environment of the server: nothing of the launcher's, no secrets, no outside network.
+
+    Args:
+        scratch: the server's private directory for sockets and temporary files.
+        inherited: environment of this process.
+    """
+    environment = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _LAUNCHER_NAMES | _NEVER_PASSED
+        and not name.startswith(_LAUNCHER_PREFIXES)
+        and not name.endswith(_SECRET_SUFFIXES)
+    }
+    environment |= {
+        "TMPDIR": str(scratch),
+        "VLLM_RPC_BASE_PATH": str(scratch),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOOPBACK_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
+        "VLLM_PLUGINS": BACKEND,
+        "MEGATRON_DAPO_GUARDED": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    if options.local_only:
+        environment["NCCL_SOCKET_IFNAME"] = "lo"
+    if options.visible_devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options.visible_devices))
+    if options.device == "cpu":
+        environment |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gib),
+        }
+    return environment

@@ -1,0 +1,187 @@
+"""A stock vLLM server as a child process that listens on a private unix socket only."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from megatron_dapo.rollout.server_options import (
+    ServerOptions,
+    server_command,
+    server_environment,
+)
+
+logger = logging.getLogger(__name__)
+
+GUARDIAN = Path(__file__).with_name("server_main.py")
+LONGEST_SOCKET_PATH = 107
+"""Bytes of sun_path, without the closing zero."""
+LOG_TAIL_LINES = 30
+POLL_SECONDS = 0.25
+
+
+class EngineStartError(RuntimeError):
+    """The server ended, or was not ready in time. The message carries its last log lines."""
+
+
+class VllmServer:
+    """One server process with everything that belongs to it.
+
+    The process that calls `start` owns it: when that process ends, in whatever way, a guardian
+    (`server_main.py`) ends the server's processes and removes its files.
+
+    Args:
+        options: how to start.
+        weights_directory: where the trainer publishes weights. Owned by the caller, who removes
+            it; the guardian removes it only after the owner died.
+    """
+
+    def __init__(self, options: ServerOptions, *, weights_directory: Path | None = None) -> None:
+        self.options = options
+        self.weights_directory = weights_directory
+        self._guardian: subprocess.Popen[bytes] | None = None
+        self._scratch: Path | None = None
+        self._owner = os.getpid()
+        self._log_start = 0
+        self._deadline = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"rollout engine {self.options.index}"
+
+    @property
+    def endpoint(self) -> str:
+        """Address for `VllmEngine`; valid from `start` to `stop`."""
+        return f"unix:{self._socket()}"
+
+    @property
+    def pid(self) -> int | None:
+        """The guardian's process id, which is also the id of the server's session."""
+        return None if self._guardian is None else self._guardian.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._guardian is not None and self._guardian.poll() is None
+
+    def start(self) -> None:
+        """Start the process; returns at once. Call `wait_ready` before the first request."""
+        if self._guardian is not None:
+            raise RuntimeError(f"{self.name} was already started; stop it first")
+        self._owner = os.getpid()
+        # Not in TMPDIR: the path of a socket must stay short.
+        self._scratch = Path(tempfile.mkdtemp(prefix="megatron_dapo_", dir="/tmp"))
+        log_file = self.options.log_file
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        with log_file.open("ab") as log:
+            self._log_start = log.tell()
+            self._guardian = subprocess.Popen(
+                self._guardian_command(),
+                env=server_environment(self.options, self._scratch, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._deadline = time.monotonic() + self.options.startup_timeout_seconds
+        atexit.register(self.stop)
+        logger.info("%s starts, log in %s", self.name, log_file)
+
+    def wait_ready(self) -> None:
+        """Block until the server answers.
+
+        Raises:
+            EngineStartError: it ended or took longer than `startup_timeout_seconds` since `start`.
+        """
+        socket = str(self._socket())
+        with httpx.Client(transport=httpx.HTTPTransport(uds=socket), timeout=5.0) as client:
+            while not self._healthy(client):
+                if not self.alive:
+                    raise self._start_error("ended before it was ready")
+                if time.monotonic() > self._deadline:
+                    limit = self.options.startup_timeout_seconds
+                    raise self._start_error(
+                        f"was not ready after rollout.startup_timeout_seconds={limit:g}"
+                    )
+                time.sleep(POLL_SECONDS)
+        logger.info("%s is ready", self.name)
+
+    def stop(self, *, grace_seconds: float = 20.0) -> None:
+        """End the server's processes and remove its files; does nothing when already stopped."""
+        if self._guardian is None or os.getpid() != self._owner:
+            return
+        guardian, self._guardian = self._guardian, None
+        atexit.unregister(self.stop)
+        if guardian.poll() is None:
+            guardian.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                guardian.wait(grace_seconds)
+        kill_session(guardian.pid)
+        guardian.wait()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
+        """The last lines that this server wrote."""
+        with self.options.log_file.open("rb") as log:
+            log.seek(self._log_start)
+            text = log.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def _guardian_command(self) -> list[str]:
+        command = [sys.executable, "-P", str(GUARDIAN), "--parent", str(os.getpid())]
+        command += ["--remove", str(self._scratch)]
+        if self.weights_directory is not None:
+            command += ["--remove-if-orphaned", str(self.weights_directory)]
+        return [*command, "--", *server_command(self.options, self._socket())]
+
+    def _socket(self) -> Path:
+        if self._scratch is None:
+            raise RuntimeError(f"{self.name} was not started")
+        socket = self._scratch / "http"
+        if len(os.fsencode(socket)) > LONGEST_SOCKET_PATH:
+            raise RuntimeError(f"socket path {socket} is longer than {LONGEST_SOCKET_PATH} bytes")
+        return socket
+
+    def _healthy(self, client: httpx.Client) -> bool:
+        try:
+            return client.get("http://engine/health").status_code == httpx.codes.OK
+        except httpx.TransportError:
+            return False
+
+    def _start_error(self, what: str) -> EngineStartError:
+        tail = self.log_tail()
+        self.stop()
+        return EngineStartError(
+            f"{self.name} {what}. Last lines of {self.options.log_file}:\n{tail}"
+        )
+
+
+def kill_session(session: int) -> None:
+    """SIGKILL every process of `session`, again until none is left."""
+    while members := session_members(session):
+        for pid in members:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def session_members(session: int) -> list[int]:
+    """Live processes of `session`; zombies do not count."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if fields[0] not in "ZX" and int(fields[3]) == session:
+                members.append(int(stat.parent.name))
+    return members

@@ -1,0 +1,185 @@
+"""Real vLLM servers on CPU with tiny models. A start costs 20-50 s: few servers, many checks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
+from megatron_dapo.rollout.server_options import ServerOptions
+from megatron_dapo.rollout.vllm_engine import VllmEngine
+from megatron_dapo.rollout.vllm_server import VllmServer
+from tests.tiny_models import save_tiny_model, tiny_model
+
+ResultT = TypeVar("ResultT")
+PARITY = 1e-4
+
+
+@dataclass
+class RunningServer:
+    """A server, the folder it started from, and the model that it should serve right now."""
+
+    server: VllmServer
+    family: str
+    weights_directory: Path
+    model: PreTrainedModel
+    version: int = 0
+
+    def run(self, call: Callable[[VllmEngine], Awaitable[ResultT]]) -> ResultT:
+        """`call` with a fresh client in an event loop of its own."""
+
+        async def body() -> ResultT:
+            engine = VllmEngine(
+                self.server.endpoint,
+                request_timeout_seconds=120,
+                weights_directory=self.weights_directory,
+            )
+            try:
+                return await call(engine)
+            finally:
+                await engine.close()
+
+        return asyncio.run(body())
+
+    def publish(self, model: PreTrainedModel, version: int) -> dict[str, object]:
+        return publish(model, self.weights_directory, version)
+
+    def update(self, model: PreTrainedModel) -> None:
+        """Bring `model` into the engine under the next version."""
+        self.version += 1
+        payload = self.publish(model, self.version)
+        self.run(lambda engine: engine.update_weights(payload, self.version))
+        self.model = model
+
+
+def publish(model: PreTrainedModel, directory: Path, version: int) -> dict[str, object]:
+    """Write the model as the trainer does and return the payload of the update request.
+
+    Expert tensors get their names and shapes from the Hugging Face folder's own writer.
+    """
+    tensors = saved_tensors(model)
+    path = directory / f"version_{version}.safetensors"
+    save_file(tensors, path)
+    return {
+        "path": str(path),
+        "policy_version": version,
+        "num_tensors": len(tensors),
+        "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+    }
+
+
+def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+def request(prompt: tuple[int, ...], index: int = 0, **changes: object) -> GenerationRequest:
+    base = GenerationRequest(
+        prompt_token_ids=prompt,
+        seed=1000 + index,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=-1,
+        max_tokens=24,
+        stop_token_ids=(2,),
+        request_id=f"test-{index}",
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def prompts(count: int = 8) -> list[tuple[int, ...]]:
+    return [
+        tuple(3 + (7 * row + 11 * column) % 500 for column in range(4 + row))
+        for row in range(count)
+    ]
+
+
+async def generate(engine: VllmEngine, requests: list[GenerationRequest]) -> list[GenerationResult]:
+    return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+def expected_logprobs(
+    model: PreTrainedModel, prompt: tuple[int, ...], response: tuple[int, ...], temperature: float
+) -> torch.Tensor:
+    """Log-probs of the response's tokens by transformers, fp32, [tokens]."""
+    ids = torch.tensor([[*prompt, *response]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def largest_gap(
+    model: PreTrainedModel,
+    requests: list[GenerationRequest],
+    results: list[GenerationResult],
+    temperature: float | None = None,
+) -> float:
+    """Largest difference of a log-prob between engine and transformers."""
+    return max(
+        (
+            torch.tensor(result.logprobs)
+            - expected_logprobs(
+                model,
+                asked.prompt_token_ids,
+                result.token_ids,
+                asked.temperature if temperature is None else temperature,
+            )
+        )
+        .abs()
+        .max()
+        .item()
+        for asked, result in zip(requests, results, strict=True)
+    )
+
+
+def tiny_options(model: Path, log_file: Path, **changes: object) -> ServerOptions:
+    base = ServerOptions(
+        model=model,
+        index=0,
+        seed=0,
+        device="cpu",
+        tensor=1,
+        dtype="float32",
+        logprobs="processed",
+        max_model_tokens=512,
+        max_sequences=32,
+        memory_fraction=0.1,
+        cpu_kv_cache_gib=1,
+        trust_remote_code=False,
+        sleep_mode=False,
+        local_only=True,
+        startup_timeout_seconds=400,
+        log_file=log_file,
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def running_server(
+    tmp_path_factory: pytest.TempPathFactory, family: str, **changes: object
+) -> Iterator[RunningServer]:
+    pytest.importorskip("vllm")
+    folder = tmp_path_factory.mktemp(family)
+    save_tiny_model(folder / "model", family)
+    with tempfile.TemporaryDirectory(prefix="megatron_dapo_test_", dir="/dev/shm") as weights:
+        options = tiny_options(folder / "model", folder / "engine.log", **changes)
+        server = VllmServer(options, weights_directory=Path(weights))
+        server.start()
+        try:
+            server.wait_ready()
+            yield RunningServer(server, family, Path(weights), tiny_model(family))
+        finally:
+            server.stop()

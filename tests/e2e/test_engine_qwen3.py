@@ -1,0 +1,218 @@
+"""One dense server: log-probs, seeds, stop tokens, weight updates, what it listens on."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dapo.rollout.engine import EngineError
+from megatron_dapo.rollout.vllm_engine import VllmEngine
+from megatron_dapo.rollout.vllm_server import session_members
+from tests.e2e.conftest import (
+    PARITY,
+    RunningServer,
+    generate,
+    largest_gap,
+    prompts,
+    request,
+    running_server,
+)
+from tests.tiny_models import tiny_model
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory, "qwen3") as running:
+        yield running
+
+
+def processes(running: RunningServer) -> list[psutil.Process]:
+    assert running.server.pid is not None
+    return [psutil.Process(pid) for pid in session_members(running.server.pid)]
+
+
+def test_logprobs_equal_transformers(qwen3: RunningServer) -> None:
+    asked = [request(prompt, row) for row, prompt in enumerate(prompts())]
+    results = qwen3.run(lambda engine: generate(engine, asked))
+    assert largest_gap(qwen3.model, asked, results) <= PARITY
+    assert all(result.policy_version == 0 for result in results)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_logprobs_are_those_of_the_tempered_distribution(
+    qwen3: RunningServer, temperature: float
+) -> None:
+    asked = [request(p, row, temperature=temperature) for row, p in enumerate(prompts())]
+    results = qwen3.run(lambda engine: generate(engine, asked))
+    assert largest_gap(qwen3.model, asked, results) <= PARITY
+    assert largest_gap(qwen3.model, asked, results, temperature=1.0) > 0.1
+
+
+def test_same_seed_gives_the_same_tokens_in_any_order_and_batch(qwen3: RunningServer) -> None:
+    asked = [request(prompt, row) for row, prompt in enumerate(prompts())]
+    together = qwen3.run(lambda engine: generate(engine, asked))
+    backwards = qwen3.run(lambda engine: generate(engine, asked[::-1]))[::-1]
+    alone = qwen3.run(lambda engine: generate(engine, asked[3:4]))
+    assert [r.token_ids for r in together] == [r.token_ids for r in backwards]
+    assert together[3].token_ids == alone[0].token_ids
+
+
+def test_different_seeds_give_different_responses(qwen3: RunningServer) -> None:
+    asked = [request((5, 6, 7), row) for row in range(8)]
+    results = qwen3.run(lambda engine: generate(engine, asked))
+    assert len({result.token_ids for result in results}) == 8
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(qwen3: RunningServer) -> None:
+    free = request((5, 6, 7), temperature=0.0, stop_token_ids=())
+    (whole,) = qwen3.run(lambda engine: generate(engine, [free]))
+    assert whole.finish_reason == "length"
+    assert len(whole.token_ids) == free.max_tokens == len(whole.logprobs)
+    stop = whole.token_ids[5]
+    first = whole.token_ids.index(stop)
+    stopped = request((5, 6, 7), temperature=0.0, stop_token_ids=(511, stop))
+    (short,) = qwen3.run(lambda engine: generate(engine, [stopped]))
+    assert short.finish_reason == "stop"
+    assert short.token_ids == whole.token_ids[: first + 1]
+
+
+def test_more_requests_than_slots_all_come_back(qwen3: RunningServer) -> None:
+    asked = [request((9, 9, row + 3), row, max_tokens=4) for row in range(100)]
+
+    async def narrow(_: VllmEngine) -> int:
+        engine = VllmEngine(qwen3.server.endpoint, max_in_flight=7)
+        try:
+            return len(await generate(engine, asked))
+        finally:
+            await engine.close()
+
+    assert qwen3.run(narrow) == 100
+
+
+def test_a_refused_request_is_an_engine_error_with_the_reason(qwen3: RunningServer) -> None:
+    too_long = request((7,) * 513)
+    with pytest.raises(EngineError, match=r"answered 400 .*512"):
+        qwen3.run(lambda engine: generate(engine, [too_long]))
+
+
+def test_listens_on_unix_sockets_and_loopback_only(qwen3: RunningServer) -> None:
+    addresses = [
+        connection.laddr.ip
+        for process in processes(qwen3)
+        for connection in process.net_connections("inet")
+        if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+    ]
+    assert set(addresses) <= {"127.0.0.1"}
+    folder = Path(qwen3.server.endpoint.removeprefix("unix:")).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_the_environment_has_no_launcher_words_and_no_unsafe_serialisation(
+    qwen3: RunningServer,
+) -> None:
+    for process in processes(qwen3):
+        environment = process.environ()
+        assert not {"RANK", "MASTER_ADDR", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & set(environment)
+
+
+def test_update_brings_the_new_weights_and_their_version(qwen3: RunningServer) -> None:
+    for seed in (11, 12):  # twice: the second starts from already converted weights
+        qwen3.update(tiny_model("qwen3", seed=seed))
+        asked = [request(prompt, row) for row, prompt in enumerate(prompts())]
+        results = qwen3.run(lambda engine, asked=asked: generate(engine, asked))
+        assert largest_gap(qwen3.model, asked, results) <= PARITY
+        assert {result.policy_version for result in results} == {qwen3.version}
+
+
+class WithoutReset(VllmEngine):
+    async def _reset_prefix_cache(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("cure", [True, False])
+def test_cached_prompts_of_old_weights_are_forgotten(qwen3: RunningServer, cure: bool) -> None:
+    long_prompt = tuple(3 + (5 * column) % 400 for column in range(300))
+    asked = [request(long_prompt, max_tokens=8)]
+    qwen3.run(lambda engine: generate(engine, asked))
+    model = tiny_model("qwen3", seed=21 + cure)
+    qwen3.version += 1
+    payload = qwen3.publish(model, qwen3.version)
+
+    async def update(_: VllmEngine) -> None:
+        engine = (VllmEngine if cure else WithoutReset)(
+            qwen3.server.endpoint, weights_directory=qwen3.weights_directory
+        )
+        try:
+            await engine.update_weights(payload, qwen3.version)
+        finally:
+            await engine.close()
+
+    qwen3.run(update)
+    qwen3.model = model
+    gap = largest_gap(model, asked, qwen3.run(lambda engine: generate(engine, asked)))
+    assert (gap <= PARITY) if cure else (gap > 0.1)
+
+
+def test_update_with_running_requests_is_refused(qwen3: RunningServer) -> None:
+    payload = qwen3.publish(qwen3.model, 99)
+
+    async def overlap(engine: VllmEngine) -> None:
+        task = asyncio.create_task(engine.generate(request((5, 6), max_tokens=64)))
+        await asyncio.sleep(0)
+        try:
+            with pytest.raises(RuntimeError, match="1 of its requests"):
+                await engine.update_weights(payload, 99)
+        finally:
+            await task
+
+    qwen3.run(overlap)
+
+
+async def _try_update(engine: VllmEngine, payload: dict[str, object]) -> None:
+    with pytest.raises(EngineError) as caught:
+        await engine.update_weights(payload, 100)
+    with pytest.raises(EngineError, match="restart the engine"):
+        await engine.generate(request((5, 6)))
+    raise caught.value
+
+
+@pytest.mark.parametrize("wrong", ["outside", "count", "bytes", "incomplete"])
+def test_a_wrong_file_fails_the_update_and_the_engine_is_not_used_again(
+    qwen3: RunningServer, wrong: str, tmp_path: Path
+) -> None:
+    """Last in this file: the server's weights are in no defined state afterwards."""
+    payload = qwen3.publish(qwen3.model, 100)
+    if wrong == "outside":
+        moved = tmp_path / "weights.safetensors"
+        moved.write_bytes(Path(str(payload["path"])).read_bytes())
+        payload["path"] = str(moved)
+    elif wrong == "count":
+        payload["num_tensors"] = 3
+    elif wrong == "bytes":
+        payload["num_bytes"] = 1
+    else:
+        payload = _without_one_tensor(qwen3)
+    with pytest.raises(EngineError, match="500"):
+        qwen3.run(lambda engine: _try_update(engine, payload))
+
+
+def _without_one_tensor(running: RunningServer) -> dict[str, object]:
+    from safetensors.torch import save_file
+
+    from tests.e2e.conftest import saved_tensors
+
+    tensors = saved_tensors(running.model)
+    del tensors["model.layers.2.mlp.down_proj.weight"]
+    path = running.weights_directory / "incomplete.safetensors"
+    save_file(tensors, path)
+    return {
+        "path": str(path),
+        "policy_version": 100,
+        "num_tensors": len(tensors),
+        "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+    }
