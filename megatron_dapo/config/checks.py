@@ -17,6 +17,7 @@ from megatron_dapo.config.redact import redact_text
 from megatron_dapo.config.schema import LossConfig, RunConfig
 
 GSPO_WIDEST_CLIP = 0.1
+PROMPT_SUFFIXES = (".parquet", ".jsonl")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -40,6 +41,7 @@ def check_config(config: RunConfig, hf_config: Mapping[str, object]) -> None:
         *loss_problems(config.loss),
         *rollout_problems(config, shape),
         *layout_problems(config, shape),
+        *data_problems(config),
         *model_problems(config, shape),
     ]
     if problems:
@@ -273,6 +275,13 @@ def _weight_sync_problems(config: RunConfig) -> Iterator[str]:
             "rollout.weight_sync=nccl with rollout.placement=colocated: NCCL refuses two ranks on "
             "one device. Use rollout.weight_sync=shared_memory, or placement=disaggregated."
         )
+
+
+def data_problems(config: RunConfig) -> Iterator[str]:
+    """Prompt files that can be read."""
+    for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
+        if file is not None and file.suffix not in PROMPT_SUFFIXES:
+            yield f"{key}={file}: must be a .parquet or .jsonl file. Convert it."
 
 
 def model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:

@@ -51,15 +51,17 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return _validate(_merge([*layers, *parsed], file))
 
 
-def save_resolved(config: RunConfig, folder: Path) -> None:
-    """Write config.resolved.yaml and versions.json into `folder`; no secret reaches them.
+def save_resolved(config: RunConfig, folder: Path) -> Path:
+    """Write config.resolved.yaml and versions.json into `folder`; returns the former's path.
 
-    `load_config` of the written file gives `config` again.
+    No secret reaches them. `load_config` of the written file gives `config` again.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESOLVED_FILE).write_text(resolved_yaml(config))
+    resolved = folder / RESOLVED_FILE
+    resolved.write_text(resolved_yaml(config))
     versions = json.dumps(installed_versions(), indent=2) + "\n"
     (folder / VERSIONS_FILE).write_text(versions)
+    return resolved
 
 
 def resolved_yaml(config: RunConfig) -> str:

@@ -1,0 +1,123 @@
+"""The `megatron-dapo` command. Heavy packages are imported by the command that needs them.
+
+Exit codes: 0 done, 75 pre-empted and saved (start it again), 78 bad configuration, 1 crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_dapo.config import ConfigError, check_run, load_config
+
+EXIT_CONFIG = 78
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code of the process."""
+    options = build_parser().parse_args(argv)
+    try:
+        code: int = options.run(options)
+    except ConfigError as error:
+        sys.stderr.write("".join(f"configuration: {problem}\n" for problem in error.problems))
+        return EXIT_CONFIG
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every command with its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-dapo", description="DAPO reinforcement learning on Megatron-core and vLLM."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_convert(commands)
+    _add_export(commands)
+    _add_report(commands)
+    _add_doctor(commands)
+    return parser
+
+
+Commands = argparse._SubParsersAction  # the type that add_subparsers returns
+
+
+def _add_train(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("train", help="train on this machine, or check with --dry-run")
+    parser.add_argument("config", type=Path, help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="resolve, check, print ranks, batches and memory; build nothing",
+    )
+    parser.set_defaults(run=_train)
+
+
+def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("convert", help="Hugging Face folder -> Megatron checkpoint")
+    parser.add_argument("hf_folder", type=Path, metavar="HF_FOLDER")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("overrides", nargs="*", metavar="parallel.key=value")
+    parser.set_defaults(run=_convert)
+
+
+def _add_export(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("export", help="checkpoint of a run -> Hugging Face folder")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.set_defaults(run=_export)
+
+
+def _add_report(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("report", help="draw the curves of a run")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.set_defaults(run=_report)
+
+
+def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("doctor", help="versions, devices, and what is missing")
+    parser.add_argument("--no-gpu", action="store_true", help="do not look for a CUDA device")
+    parser.set_defaults(run=_doctor)
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        from megatron_dapo.cli.dry_run import dry_run
+
+        return dry_run(config)
+    check_run(config)
+    from megatron_dapo.cli.launch import launch_training
+
+    return launch_training(config)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from megatron_dapo.cli.convert import convert_main
+
+    return convert_main(options)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from megatron_dapo.cli.convert import export_main
+
+    return export_main(options)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megatron_dapo.observability.report import write_report
+
+    sys.stdout.write(f"{write_report(options.run_dir)}\n")
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from megatron_dapo.cli.doctor import doctor
+
+    return doctor(look_for_gpu=not options.no_gpu)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

