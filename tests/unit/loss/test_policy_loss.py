@@ -1,0 +1,281 @@
+"""Every objective x aggregation x mismatch correction against the float64 reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dapo.config.schema import LossConfig
+from megatron_dapo.loss.policy_loss import LOSS_METRICS, LossTerms, policy_loss
+from megatron_dapo.observability.metrics import MetricBag
+from tests.unit.loss.reference import Batch, random_batch, reference_loss
+
+OBJECTIVES = {
+    "dapo": {},
+    "dual_clip": {"dual_clip": 1.3},
+    "gspo": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.06},
+    "gspo_dual_clip": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.06, "dual_clip": 1.1},
+    "cispo": {"objective": "cispo", "clip_low": 0.9, "clip_high": 0.4},
+    "sequence_cispo": {"objective": "cispo", "ratio": "sequence", "clip_high": 0.1},
+    "grpo_k1": {"kl_coef": 0.04, "kl_estimator": "k1"},
+    "grpo_k2": {"kl_coef": 0.04, "kl_estimator": "k2"},
+    "grpo_k3": {"kl_coef": 0.04, "kl_estimator": "k3"},
+    "entropy_bonus": {"entropy_coef": 0.01},
+}
+AGGREGATIONS = {
+    "token_mean": {},
+    "sequence_mean": {},
+    "group_token_mean": {},
+    "constant": {"constant_tokens": 9},
+}
+MISMATCH = {
+    "none": {},
+    "tis_token": {"mismatch_high": 1.1},
+    "tis_sequence": {"mismatch_high": 1.1},
+    "icepop": {"mismatch_low": 0.8, "mismatch_high": 1.2},
+    "sequence_mask": {"mismatch_low": 0.6, "mismatch_high": 1.6},
+    "geometric": {"mismatch_low": 0.9, "mismatch_high": 1.1},
+}
+
+
+def run(batch: Batch, config: LossConfig) -> LossTerms:
+    return policy_loss(
+        *batch.required(), num_sequences=batch.num_sequences, config=config, **batch.optional()
+    )
+
+
+def mean_of(terms: LossTerms) -> Tensor:
+    return terms.loss_sum / terms.denominator
+
+
+def gradients(loss: Tensor, batch: Batch) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [batch.logprobs, batch.entropy], materialize_grads=True))
+
+
+@pytest.mark.parametrize(
+    ("objective", "aggregation", "mismatch"),
+    itertools.product(OBJECTIVES, AGGREGATIONS, MISMATCH),
+)
+def test_loss_and_gradient_are_the_papers(objective: str, aggregation: str, mismatch: str) -> None:
+    config = LossConfig(
+        **OBJECTIVES[objective],
+        **AGGREGATIONS[aggregation],
+        **MISMATCH[mismatch],
+        aggregation=aggregation,
+        mismatch=mismatch,
+    )
+    for seed in range(3):
+        batch = random_batch(seed)
+        loss, expected = mean_of(run(batch, config)), reference_loss(batch, config)
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-7)
+        for got, wanted in zip(gradients(loss, batch), gradients(expected, batch), strict=True):
+            torch.testing.assert_close(got, wanted, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_fp32_inputs_give_the_float64_loss(objective: str) -> None:
+    config = LossConfig(**OBJECTIVES[objective])
+    exact, rounded = random_batch(7), random_batch(7, dtype=torch.float32)
+    terms = run(rounded, config)
+    assert terms.loss_sum.dtype == torch.float32
+    assert mean_of(terms).item() == pytest.approx(reference_loss(exact, config).item(), abs=2e-6)
+
+
+@pytest.mark.parametrize("mismatch", MISMATCH)
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_nan_in_masked_positions_changes_nothing(objective: str, mismatch: str) -> None:
+    config = LossConfig(**OBJECTIVES[objective], **MISMATCH[mismatch], mismatch=mismatch)
+    clean, dirty = random_batch(1), random_batch(1)
+    names = ("logprobs", "old_logprobs", "advantages", "rollout_logprobs", "reference_logprobs")
+    for name, garbage in zip((*names, "entropy"), [math.nan, math.inf, -math.inf] * 2, strict=True):
+        getattr(dirty, name).data[~dirty.loss_mask] = garbage
+    one, other = run(clean, config), run(dirty, config)
+    assert other.loss_sum.item() == one.loss_sum.item()
+    for got, wanted in zip(
+        gradients(other.loss_sum, dirty), gradients(one.loss_sum, clean), strict=True
+    ):
+        assert torch.equal(got, wanted)
+        assert (got[~dirty.loss_mask] == 0).all()
+    bags = [MetricBag(dict(terms.metrics)).values() for terms in (one, other)]
+    assert bags[0] == bags[1]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("objective", ["dapo", "gspo", "cispo"])
+def test_nothing_to_train_on_is_loss_zero_and_gradient_zero(
+    objective: str, aggregation: str
+) -> None:
+    config = LossConfig(
+        **OBJECTIVES[objective], **AGGREGATIONS[aggregation], aggregation=aggregation
+    )
+    batch = random_batch(2)
+    batch.loss_mask[:] = False
+    terms = run(batch, config)
+    assert terms.loss_sum.item() == 0.0
+    assert int(terms.denominator) == (batch.num_sequences if aggregation == "constant" else 0)
+    (gradient,) = torch.autograd.grad(terms.loss_sum, batch.logprobs)
+    assert (gradient == 0).all()
+    assert "actor/ppo_kl" not in MetricBag(dict(terms.metrics)).values()
+
+
+def test_no_token_at_all_is_loss_zero() -> None:
+    batch = random_batch(0, lengths=(), groups=(0,), padding=0)
+    for ratio in ("token", "sequence"):
+        terms = run(batch, LossConfig(ratio=ratio, mismatch="tis_sequence"))
+        assert terms.loss_sum.item() == 0.0
+        assert int(terms.denominator) == 0
+
+
+def one_token(log_ratio: float, advantage: float, config: LossConfig) -> tuple[float, float]:
+    """(loss, d loss / d logprob) of a response of one token."""
+    logprobs = torch.tensor([log_ratio - 1.0], dtype=torch.float64, requires_grad=True)
+    terms = policy_loss(
+        logprobs,
+        torch.tensor([-1.0], dtype=torch.float64),
+        torch.tensor([advantage], dtype=torch.float64),
+        torch.tensor([True]),
+        torch.tensor([0]),
+        num_sequences=1,
+        config=config,
+    )
+    (gradient,) = torch.autograd.grad(terms.loss_sum, logprobs)
+    return terms.loss_sum.item(), gradient.item()
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("value", "advantage", "loss", "gradient"),
+    [
+        (1.25, 1.0, -1.25, -1.25),  # between 1 + clip_low and 1 + clip_high: alive
+        (1.50, 1.0, -1.28, 0.0),  # above: gone
+        (0.50, 1.0, -0.50, -0.50),  # below with A > 0: full gradient
+        (0.50, -1.0, 0.80, 0.0),  # below with A < 0: gone
+        (1.50, -1.0, 1.50, 1.50),  # above with A < 0: full gradient
+        (4.00, -1.0, 3.00, 0.0),  # dual clip
+        (3.00, -1.0, 3.00, 3.00),  # exactly at dual_clip: still alive
+        (1.00, 0.0, 0.0, 0.0),
+    ],
+)
+def test_the_clip_removes_the_gradient_only_where_the_paper_says(
+    ratio: str, value: float, advantage: float, loss: float, gradient: float
+) -> None:
+    got = one_token(math.log(value) * (1 - 1e-12), advantage, LossConfig(ratio=ratio, dual_clip=3))
+    assert got == pytest.approx((loss, gradient), abs=1e-9)
+
+
+def test_on_policy_the_gradient_is_minus_the_advantage_however_the_tie_is_cut() -> None:
+    for advantage in (-2.0, 0.5):
+        assert one_token(0.0, advantage, LossConfig()) == pytest.approx((-advantage, -advantage))
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize("log_ratio", [800.0, -800.0])
+def test_a_huge_log_ratio_stays_finite_and_loses_its_gradient(ratio: str, log_ratio: float) -> None:
+    loss, gradient = one_token(log_ratio, -1.0, LossConfig(ratio=ratio))
+    assert math.isfinite(loss)
+    assert gradient == 0.0
+
+
+def test_the_sequence_ratio_ignores_token_ratios_that_cancel() -> None:
+    logprobs = torch.tensor([0.0, -2.0], requires_grad=True)
+    terms = policy_loss(
+        logprobs,
+        torch.tensor([-1.0, -1.0]),
+        torch.ones(2),
+        torch.ones(2, dtype=torch.bool),
+        torch.zeros(2, dtype=torch.int64),
+        num_sequences=1,
+        config=LossConfig(
+            ratio="sequence", clip_low=3e-4, clip_high=4e-4, aggregation="sequence_mean"
+        ),
+    )
+    assert mean_of(terms).item() == pytest.approx(-1.0)
+    (gradient,) = torch.autograd.grad(terms.loss_sum, logprobs)
+    assert gradient.tolist() == pytest.approx([-0.5, -0.5])
+
+
+def test_clip_fractions_count_tokens_whose_gradient_died() -> None:
+    ratios = torch.tensor([1.5, 1.5, 0.5, 0.5, 20.0, 1.0])
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, 1.0])
+    mask = torch.ones(6, dtype=torch.bool)
+    terms = policy_loss(
+        ratios.log().requires_grad_(),
+        torch.zeros(6),
+        advantages,
+        mask,
+        torch.arange(6),
+        num_sequences=6,
+        config=LossConfig(dual_clip=10.0),
+    )
+    values = MetricBag(dict(terms.metrics)).values()
+    assert values["actor/pg_clipfrac"] == pytest.approx(2 / 6)
+    for name in ("high", "low", "dual"):
+        assert values[f"actor/pg_clipfrac/{name}"] == pytest.approx(1 / 6)
+    assert values["actor/ratio_max"] == pytest.approx(20.0)
+    assert values["actor/ratio_min"] == pytest.approx(0.5)
+    assert values["actor/ppo_kl"] == pytest.approx(-ratios.log().mean().item())
+    assert values["actor/sampled_prob"] == pytest.approx(ratios.mean().item())
+
+
+def test_clip_fractions_of_a_sequence_ratio_count_responses() -> None:
+    lengths = torch.tensor([4, 1, 1])
+    index = torch.repeat_interleave(torch.arange(3), lengths)
+    log_ratio = torch.tensor([1.0, 0.0, 0.0])[index]
+    terms = policy_loss(
+        log_ratio.requires_grad_(),
+        torch.zeros(6),
+        torch.ones(6),
+        torch.ones(6, dtype=torch.bool),
+        index,
+        num_sequences=3,
+        config=LossConfig(ratio="sequence"),
+    )
+    metric = terms.metrics["actor/pg_clipfrac/high"]
+    assert (float(metric.value), float(metric.count)) == pytest.approx((1.0, 3.0))
+
+
+def test_metrics_of_micro_batches_merge_to_the_metrics_of_the_update() -> None:
+    config = LossConfig(entropy_coef=0.01, kl_coef=0.1, mismatch="tis_token", dual_clip=1.3)
+    batch = random_batch(4)
+    whole = MetricBag(dict(run(batch, config).metrics)).values()
+    merged = MetricBag()
+    for chosen in (batch.sequence_index < 2, batch.sequence_index >= 2):
+        part = random_batch(4)
+        part.loss_mask &= chosen
+        merged.update(run(part, config).metrics)
+    assert merged.values() == pytest.approx(whole)
+    assert set(whole) == set(LOSS_METRICS)
+    gap = (batch.old_logprobs - batch.rollout_logprobs)[batch.loss_mask].abs()
+    assert whole["training/mismatch_mean"] == pytest.approx(gap.mean().item())
+    assert whole["training/mismatch_max"] == pytest.approx(gap.max().item())
+    assert whole["actor/entropy"] == pytest.approx(batch.entropy[batch.loss_mask].mean().item())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mismatch": "tis_token"}, "rollout_logprobs"),
+        ({"mismatch": "geometric"}, "rollout_logprobs"),
+        ({"kl_coef": 0.1}, "reference_logprobs"),
+        ({"entropy_coef": 0.1}, "entropy"),
+        ({"aggregation": "group_token_mean"}, "group_index"),
+        ({"aggregation": "constant"}, "constant_tokens"),
+    ],
+)
+def test_a_missing_input_is_named(settings: dict[str, object], message: str) -> None:
+    batch = random_batch(0)
+    with pytest.raises(ValueError, match=message):
+        policy_loss(
+            *batch.required(), num_sequences=batch.num_sequences, config=LossConfig(**settings)
+        )
+
+
+def test_a_response_level_advantage_is_refused() -> None:
+    batch = random_batch(0)
+    batch.advantages = batch.advantages[:6]
+    with pytest.raises(ValueError, match=r"advantages \(6,\)"):
+        run(batch, LossConfig())
