@@ -1,0 +1,183 @@
+"""Rows of a prompt file, each good or bad with its line number and reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Literal
+
+import pyarrow.parquet
+
+from megatron_dapo.data.tokenizer import Message
+
+BadReason = Literal["encoding", "json", "prompt", "answer"]
+_BATCH_ROWS = 4096
+_EXACT_DOUBLE = 2**53
+_WHOLE = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One usable row."""
+
+    line: int
+    """From 1: line of a JSONL file, row of a parquet file."""
+    messages: tuple[Message, ...]
+    answer: str
+    source: str
+    index: str | None
+    """`extra_info.index`, where the file has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """One row that cannot be used."""
+
+    line: int
+    reason: BadReason
+    detail: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.reason}: {self.detail}"
+
+
+class _Bad(Exception):
+    def __init__(self, reason: BadReason, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def read_rows(path: Path, *, prompt_column: str, answer_column: str) -> Iterator[Row | BadRow]:
+    """Every row of a .jsonl or .parquet file, in order; blank lines are skipped.
+
+    Args:
+        path: the file.
+        prompt_column: text, or list of {"role", "content"}.
+        answer_column: text or whole number. Both names may hold dots into nested objects.
+
+    Raises:
+        ValueError: no such file, or another kind of file.
+    """
+    if not path.is_file():
+        raise ValueError(f"prompt file {path} does not exist")
+    readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    if path.suffix not in readers:
+        raise ValueError(f"prompt file {path} must end in .jsonl or .parquet")
+    for line, values in readers[path.suffix](path):
+        try:
+            if isinstance(values, _Bad):
+                raise values
+            yield _row(line, values, prompt_column, answer_column)
+        except _Bad as bad:
+            yield BadRow(line, bad.reason, bad.detail)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
+    with path.open("rb") as file:
+        for line, raw in enumerate(file, start=1):
+            raw = raw.removeprefix(b"\xef\xbb\xbf") if line == 1 else raw
+            if not raw.strip():
+                continue
+            try:
+                # Numbers with a point stay text: an integer never passes through a float.
+                yield line, json.loads(raw.decode("utf-8"), parse_float=str)
+            except UnicodeDecodeError as error:
+                yield line, _Bad("encoding", f"not UTF-8 ({error})")
+            except (ValueError, RecursionError) as error:
+                yield line, _Bad("json", str(error))
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
+    line = 0
+    for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+        for values in batch.to_pylist():
+            line += 1
+            yield line, values
+
+
+def _row(line: int, values: object, prompt_column: str, answer_column: str) -> Row:
+    if not isinstance(values, Mapping):
+        raise _Bad("json", f"a row must be an object, not {type(values).__name__}")
+    prompt = _lookup(values, prompt_column, "prompt")
+    answer = _answer(_lookup(values, answer_column, "answer"), answer_column)
+    source = values.get("data_source")
+    extra = values.get("extra_info")
+    index = extra.get("index") if isinstance(extra, Mapping) else None
+    return Row(
+        line=line,
+        messages=_messages(prompt, prompt_column),
+        answer=answer,
+        source=source if isinstance(source, str) else "",
+        index=str(index) if isinstance(index, int | str) else None,
+    )
+
+
+def _lookup(values: Mapping[str, object], column: str, reason: BadReason) -> object:
+    """Value of a column; dots go into nested objects unless the whole name is a column."""
+    if column in values:
+        return values[column]
+    found: object = values
+    for part in column.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            raise _Bad(reason, f"no {column}; columns are {', '.join(map(str, values))}")
+        found = found[part]
+    return found
+
+
+def _messages(prompt: object, column: str) -> tuple[Message, ...]:
+    turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(turns, list) or not turns:
+        raise _Bad("prompt", f"{column} must be text or a list of messages, not {_short(prompt)}")
+    for turn in turns:
+        texts = [turn.get("role"), turn.get("content")] if isinstance(turn, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise _Bad("prompt", f"{column}: a message needs a role and a text, not {_short(turn)}")
+        if not _is_unicode(turn["content"]):
+            raise _Bad("prompt", f"{column} holds half of a surrogate pair")
+    if not any(turn["content"].strip() for turn in turns):
+        raise _Bad("prompt", f"{column} is empty")
+    return tuple({"role": turn["role"], "content": turn["content"]} for turn in turns)
+
+
+def _answer(value: object, column: str) -> str:
+    if isinstance(value, str | int | Decimal) and not isinstance(value, bool):
+        text = normal_answer(str(value))
+        if text and _is_unicode(text):
+            return text
+    if isinstance(value, float) and math.isfinite(value):
+        if abs(value) < _EXACT_DOUBLE:
+            return normal_answer(repr(value))
+        raise _Bad("answer", f"{column} {value!r} is stored as floating point: digits may be lost")
+    raise _Bad("answer", f"{column} must be text or a number, not {_short(value)}")
+
+
+def normal_answer(text: str) -> str:
+    """Whole numbers without plus sign, leading zeros or ".0"; other answers stripped of blanks."""
+    text = text.strip()
+    if whole := _WHOLE.fullmatch(text):
+        digits = whole[2].lstrip("0") or "0"
+        return f"-{digits}" if whole[1] == "-" and digits != "0" else digits
+    return text
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
