@@ -1,0 +1,50 @@
+"""MoE auxiliary losses beside a policy loss that is divided by its own denominator.
+
+Megatron multiplies a router's auxiliary loss by the tokens that this rank routes and later
+divides all gradients by the sum of the denominators, taking both for the same number. Here they
+are not: prompts and padding are routed but do not count, and a sequence mean counts responses.
+The coefficients are rescaled for each update, so that what reaches the weights is
+
+    coefficient * mean over data ranks and micro-batches of the auxiliary loss of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megatron_dapo import device
+from megatron_dapo.config.schema import MoeConfig
+from megatron_dapo.loss.denominators import Ledger
+from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.types import MicroBatch
+
+device.install_cpu_support()
+
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+
+
+def balance_aux_losses(
+    chunks: Sequence[GPTModel],
+    micro_batches: Sequence[MicroBatch],
+    ledger: Ledger,
+    config: MoeConfig,
+    parallel: ParallelContext,
+) -> None:
+    """Set the auxiliary-loss coefficients of `chunks` for this update.
+
+    Every rank calls it, with its context rank's part of the micro-batches. Communicates, where
+    an auxiliary loss is on: the denominator, over the dp_cp_group.
+    """
+    transformer = chunks[0].config
+    if transformer.num_moe_experts is None or not (config.aux_loss_coef or config.z_loss_coef):
+        return
+    denominator = sum(ledger.denominator(micro_batch) for micro_batch in micro_batches)
+    dist.all_reduce(denominator, group=parallel.dp_cp_group)
+    routed = micro_batches[0].num_tokens // (
+        parallel.tp_size if transformer.sequence_parallel else 1
+    )  # by this rank in one micro-batch
+    scale = int(denominator) / (routed * len(micro_batches) * parallel.dp_size)
+    transformer.moe_aux_loss_coeff = config.aux_loss_coef * scale
+    transformer.moe_z_loss_coeff = config.z_loss_coef * scale or None

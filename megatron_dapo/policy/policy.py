@@ -1,0 +1,257 @@
+"""The trained policy: log-probs and updates over the Megatron model of this rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatron_dapo import device
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.loss.denominators import Ledger
+from megatron_dapo.loss.policy_loss import LOSS_METRICS, policy_loss
+from megatron_dapo.loss.vocab_parallel import vocab_parallel_logprobs
+from megatron_dapo.observability.metrics import Kind, Metric, MetricBag, maximum, mean, total
+from megatron_dapo.parallel.collectives import gather_sequence, zigzag_index
+from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.policy.aux_losses import balance_aux_losses
+from megatron_dapo.policy.forward_backward import (
+    accumulate_gradients,
+    local_micro_batches,
+    visit_logits,
+)
+from megatron_dapo.policy.model import build_chunks
+from megatron_dapo.policy.optimizer import (
+    build_optimizer,
+    guarded_step,
+    set_lr,
+    warmup_lr,
+    wrap_chunks,
+)
+from megatron_dapo.policy.reference import FrozenWeights
+from megatron_dapo.types import MicroBatch
+
+device.install_cpu_support()
+
+from megatron.core.distributed import DistributedDataParallel  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.optimizer.optimizer import ChainedOptimizer  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+POLICY_METRICS: Mapping[str, Kind] = {
+    **LOSS_METRICS,
+    "actor/grad_norm": "mean",
+    "actor/lr": "mean",
+    "actor/skipped_steps": "sum",
+    "training/rollout_probs_diff_mean": "mean",
+    "training/rollout_probs_diff_max": "max",
+    "training/rollout_kl": "mean",
+}
+"""Everything that `logprobs` and `update` may put into a bag. Each observation is in the bag of
+exactly one rank, so a reduction over all ranks counts it once."""
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """One optimizer step: this rank's metrics, and what happened, the same on every rank."""
+
+    metrics: MetricBag
+    grad_norm: float
+    """Before clipping; NaN or infinite when skipped for it, 0 when no token trained."""
+    skipped: bool
+    """The weights did not move: a non-finite gradient, or no token that trains."""
+
+
+@dataclass
+class Policy:
+    """The policy's shard on this rank, with its optimizer. All methods are collective."""
+
+    config: RunConfig
+    parallel: ParallelContext
+    vocab_size: int
+    """Real tokens; rows past it pad the vocabulary."""
+    chunks: list[GPTModel]
+    wrapped: list[DistributedDataParallel]
+    optimizer: ChainedOptimizer
+    reference: FrozenWeights | None = None
+    lr: float = 0.0
+
+    @classmethod
+    def build(
+        cls, config: RunConfig, hf_config: PretrainedConfig, parallel: ParallelContext
+    ) -> Self:
+        """A policy with fresh weights on every rank; load real ones, then `weights_loaded`.
+
+        Raises:
+            ValueError: the model, the layout or the precision cannot be trained here.
+        """
+        chunks = build_chunks(config, hf_config, parallel)
+        wrapped = wrap_chunks(chunks, config)
+        optimizer = build_optimizer(wrapped, config)
+        return cls(config, parallel, hf_config.vocab_size, chunks, wrapped, optimizer)
+
+    def weights_loaded(self) -> None:
+        """Call after writing the start weights into `chunks`, before any checkpoint is loaded.
+
+        The optimizer's fp32 masters follow the weights; with loss.kl_coef > 0 a frozen copy of
+        them becomes the reference policy. Local.
+        """
+        self.optimizer.reload_model_params()
+        if self.config.loss.kl_coef > 0:
+            self.reference = FrozenWeights.of(self.chunks)
+
+    def start_step(self, step: int) -> None:
+        """Set the learning rate of rollout step `step` (from 1), for all its updates. Local."""
+        self.lr = warmup_lr(step, self.config.optimizer)
+        set_lr(self.optimizer, self.lr)
+
+    def logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], MetricBag]:
+        """Log-probs of the labels under the weights of now, in the trainer's own numerics.
+
+        Every rank calls it with its data rank's whole packs. On the last stage the returned
+        micro-batches have `old_logprobs` (and with a reference policy `reference_logprobs`),
+        [tokens] fp32 on CPU; other stages return them unchanged.
+        """
+        local = local_micro_batches(micro_batches, self.parallel)
+        fields = {"old_logprobs": self._whole_logprobs(local)}
+        if self.reference is not None:
+            with self.reference.swapped_in():
+                fields["reference_logprobs"] = self._whole_logprobs(local)
+        bag = MetricBag()
+        if not self.parallel.is_last_stage:
+            return list(micro_batches), bag
+        scored = [
+            micro_batch.replace(**{name: values[index] for name, values in fields.items()})
+            for index, micro_batch in enumerate(micro_batches)
+        ]
+        if self._reports and self.parallel.cp_rank == 0:
+            for micro_batch in scored:
+                bag.update(_rollout_gap(micro_batch))
+        return scored, bag
+
+    def update(self, micro_batches: Sequence[MicroBatch]) -> UpdateResult:
+        """One optimizer step over all micro-batches of one update of all data ranks.
+
+        Every rank calls it with its data rank's whole packs; the last stage needs
+        `old_logprobs`. Equally many, equally long micro-batches on every data rank.
+        """
+        bag = MetricBag()
+        local = local_micro_batches(micro_batches, self.parallel)
+        ledger = Ledger.from_micro_batches(
+            local,
+            self.config.loss,
+            dp_cp_group=self.parallel.dp_cp_group,
+            cp_group=self.parallel.cp_group,
+        )
+        if ledger.empty:
+            logger.warning("no token of this update trains: the update is skipped")
+            return self._result(bag, grad_norm=0.0, skipped=True)
+        balance_aux_losses(self.chunks, local, ledger, self.config.moe, self.parallel)
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def loss(
+            logits: Tensor, micro_batch: MicroBatch
+        ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+            return self._loss(logits, micro_batch, ledger)
+
+        for metrics in accumulate_gradients(self.wrapped, local, loss, self.parallel):
+            if self._reports:
+                bag.update(metrics)
+        outcome = guarded_step(self.optimizer, clip_grad=self.config.optimizer.clip_grad)
+        if outcome.skipped:
+            logger.warning("gradient norm %s: the update is skipped", outcome.grad_norm)
+        return self._result(bag, outcome.grad_norm, outcome.skipped)
+
+    @property
+    def _reports(self) -> bool:
+        """True on the ranks whose token metrics count: one tensor rank of the last stage."""
+        return self.parallel.is_last_stage and self.parallel.tp_rank == 0
+
+    def _result(self, bag: MetricBag, grad_norm: float, skipped: bool) -> UpdateResult:
+        if self.parallel.rank == 0:
+            bag.add("actor/lr", mean(self.lr, 1))
+            bag.add("actor/skipped_steps", total(float(skipped)))
+            if not skipped:
+                bag.add("actor/grad_norm", mean(grad_norm, 1))
+        return UpdateResult(bag, grad_norm, skipped)
+
+    def _score(
+        self, logits: Tensor, micro_batch: MicroBatch, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropy of the rollout's sampling distribution, [tokens / cp] fp32."""
+        return vocab_parallel_logprobs(
+            logits,
+            micro_batch.labels,
+            tp_group=self.parallel.tp_group,
+            temperature=self.config.rollout.temperature,
+            real_vocab_size=self.vocab_size,
+            with_entropy=with_entropy,
+        )
+
+    def _loss(
+        self, logits: Tensor, micro_batch: MicroBatch, ledger: Ledger
+    ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        """Megatron's three values for one micro-batch, on the last stage."""
+        if micro_batch.old_logprobs is None:
+            raise RuntimeError("update: a micro-batch has no old_logprobs; call logprobs first")
+        logprobs, entropy = self._score(logits, micro_batch, with_entropy=True)
+        return policy_loss(
+            logprobs,
+            micro_batch.old_logprobs,
+            micro_batch.advantages,
+            micro_batch.loss_mask,
+            micro_batch.sequence_index,
+            num_sequences=micro_batch.num_sequences,
+            config=self.config.loss,
+            group_index=micro_batch.group_index,
+            rollout_logprobs=micro_batch.rollout_logprobs,
+            reference_logprobs=micro_batch.reference_logprobs,
+            entropy=entropy,
+            cp_group=self.parallel.cp_group,
+            token_weights=ledger.token_weights(micro_batch),
+            denominator=ledger.denominator(micro_batch),
+        )
+
+    def _whole_logprobs(self, local: Sequence[MicroBatch]) -> list[Tensor]:
+        """[tokens] fp32 CPU log-probs of each whole pack, on the last stage; [] elsewhere."""
+
+        def visit(logits: Tensor, micro_batch: MicroBatch) -> Tensor:
+            logprobs, _ = self._score(logits, micro_batch, with_entropy=False)
+            return self._whole_pack(logprobs, micro_batch).cpu()
+
+        return visit_logits(self.wrapped, local, visit, self.parallel)
+
+    def _whole_pack(self, values: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """[tokens / cp] of each context rank -> [tokens] in the order of the pack."""
+        size = self.parallel.cp_size
+        if size == 1:
+            return values
+        index = zigzag_index(micro_batch.cu_seqlens, size).flatten().to(values.device)
+        return torch.empty_like(index, dtype=values.dtype).index_copy_(
+            0, index, gather_sequence(values, self.parallel.cp_group)
+        )
+
+
+def _rollout_gap(micro_batch: MicroBatch) -> dict[str, Metric]:
+    """How far the engine's probabilities of the trained tokens are from the trainer's."""
+    assert micro_batch.old_logprobs is not None, "logprobs sets it before"
+    mask = micro_batch.loss_mask
+    count = int(mask.sum())
+    if count == 0:
+        return {}
+    trainer = micro_batch.old_logprobs[mask].double()
+    engine = micro_batch.rollout_logprobs[mask].double()
+    gap = (trainer.exp() - engine.exp()).abs()
+    return {
+        "training/rollout_probs_diff_mean": mean(gap.sum(), count),
+        "training/rollout_probs_diff_max": maximum(gap.max()),
+        "training/rollout_kl": mean((engine - trainer).sum(), count),
+    }

@@ -1,0 +1,276 @@
+"""What the policy tests share: a batch, a transformers reference, and HF weights in any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatron_dapo.batch.packing import pack_update, pad_multiple
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.policy.policy import Policy, UpdateResult
+from megatron_dapo.types import MicroBatch, RolloutBatch
+
+RESPONSES = 8
+LR, EPS = 0.1, 0.1
+"""A large eps makes Adam's step proportional to the gradient, so that rounding stays rounding."""
+
+
+def run_config(
+    *,
+    loss: dict[str, object] | None = None,
+    moe: dict[str, object] | None = None,
+    dtype: str = "float32",
+    recompute: str = "none",
+    temperature: float = 0.7,
+    clip_grad: float = 5.0,
+    **parallel: object,
+) -> RunConfig:
+    """A run over the layout `parallel`; the files it names are never read."""
+    return RunConfig.model_validate(
+        {
+            "run_dir": "unused",
+            "model": {"path": "unused", "dtype": dtype},
+            "data": {"train": "unused"},
+            "parallel": parallel,
+            "training": {"recompute": recompute},
+            "moe": moe or {},
+            "optimizer": {
+                "lr": LR,
+                "eps": EPS,
+                "warmup_steps": 2,
+                "weight_decay": 0.1,
+                "clip_grad": clip_grad,
+            },
+            "rollout": {"temperature": temperature},
+            "loss": {"dual_clip": 3.0} | (loss or {}),
+        }
+    )
+
+
+def rollout_batch(vocab_size: int, *, responses: int = RESPONSES) -> RolloutBatch:
+    """Random prompts and responses of unequal lengths, two responses a group, one not trained."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = torch.randint(3, 9, (responses,), generator=generator)
+    answers = torch.randint(2, 14, (responses,), generator=generator)
+    # Without token 0: transformers never trains the embedding row of pad_token_id.
+    tokens = torch.randint(1, vocab_size, (int((prompts + answers).sum()),), generator=generator)
+    trained = torch.ones(responses, dtype=torch.bool)
+    trained[1] = False
+    return RolloutBatch(
+        tokens=tokens,
+        prompt_tokens=prompts,
+        response_tokens=answers,
+        rollout_logprobs=-6 + torch.randn(int(answers.sum()), generator=generator) * 0.1,
+        advantages=torch.randn(responses, generator=generator),
+        trained=trained,
+        group_index=torch.arange(responses) // 2,
+        policy_version=torch.zeros(responses, dtype=torch.int64),
+    )
+
+
+def pack(
+    batch: RolloutBatch, config: RunConfig, parallel: ParallelContext, micro_batches: int
+) -> list[MicroBatch]:
+    """This rank's micro-batches of one update over the whole batch."""
+    layout = config.parallel
+    return pack_update(
+        batch,
+        torch.arange(batch.num_responses),
+        dp_rank=parallel.dp_rank,
+        dp_size=parallel.dp_size,
+        tokens_per_micro_batch=256,
+        pad_multiple=pad_multiple(
+            layout.tensor, layout.context, layout.uses_sequence_parallel, "none"
+        ),
+        micro_batch_multiple=layout.pipeline if layout.virtual_pipeline else 1,
+        min_micro_batches=micro_batches,
+        cp_size=layout.context,
+    )
+
+
+def drift(micro_batch: MicroBatch) -> MicroBatch:
+    """Old log-probs moved by a fixed pattern, so that ratios leave 1 and some tokens clip."""
+    assert micro_batch.old_logprobs is not None
+    row = micro_batch.rows[micro_batch.sequence_index] if micro_batch.num_sequences else 0
+    pattern = torch.sin(1.7 * micro_batch.position_ids + 0.9 * row) * 0.4
+    return micro_batch.replace(old_logprobs=micro_batch.old_logprobs + pattern)
+
+
+def sequences(batch: RolloutBatch) -> Iterator[tuple[Tensor, slice]]:
+    """(tokens, positions that predict the response) of each response."""
+    start = 0
+    lengths = zip(batch.prompt_tokens.tolist(), batch.response_tokens.tolist(), strict=True)
+    for prompt, answer in lengths:
+        yield (
+            batch.tokens[start : start + prompt + answer],
+            slice(prompt - 1, prompt + answer - 1),
+        )
+        start += prompt + answer
+
+
+def reference_logprobs(model: PreTrainedModel, tokens: Tensor, temperature: float) -> Tensor:
+    """[tokens - 1] log-probs of the next tokens, from transformers."""
+    logits = model(tokens[None]).logits[0, :-1].double() / temperature
+    return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+
+
+def reference_update(
+    model: PreTrainedModel, batch: RolloutBatch, config: RunConfig
+) -> tuple[float, float]:
+    """(loss, grad norm) of one token-mean DAPO update; `model` holds the new weights after it."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row, (tokens, answer) in enumerate(sequences(batch)):
+        if not batch.trained[row]:
+            continue
+        new = reference_logprobs(model, tokens, config.rollout.temperature)[answer]
+        positions = torch.arange(tokens.numel())[answer]
+        old = new.detach() + torch.sin(1.7 * positions + 0.9 * row) * 0.4
+        ratio, advantage = (new - old).exp(), batch.advantages[row].double()
+        clipped = ratio.clamp(1 - config.loss.clip_low, 1 + config.loss.clip_high)
+        loss = -torch.minimum(ratio * advantage, clipped * advantage)
+        if advantage < 0 and config.loss.dual_clip is not None:
+            loss = torch.minimum(loss, -config.loss.dual_clip * advantage)
+        total, count = total + loss.sum(), count + loss.numel()
+    loss = total / count
+    loss.backward()
+    settings = config.optimizer
+    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ],
+        lr=settings.lr / settings.warmup_steps,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    ).step()
+    return loss.item(), norm.item()
+
+
+def build_policy(config: RunConfig, model: PreTrainedModel, parallel: ParallelContext) -> Policy:
+    """A policy that holds this rank's part of `model`'s weights, at rollout step 1."""
+    policy = Policy.build(config, model.config, parallel)
+    for parameter, value in hf_parts(policy, model):
+        with torch.no_grad():
+            parameter.zero_()
+            parameter[tuple(slice(size) for size in value.shape)].copy_(value)
+    policy.weights_loaded()
+    policy.start_step(1)
+    return policy
+
+
+def update_loss(policy: Policy, result: UpdateResult) -> float:
+    """Loss of an update over all ranks, from the metrics that one tensor rank of each holds."""
+    sums = torch.zeros(2, dtype=torch.float64)
+    metric = result.metrics.metrics.get("actor/pg_loss")
+    if metric is not None:
+        sums = torch.tensor([float(metric.value), float(metric.count)], dtype=torch.float64)
+    dist.all_reduce(sums)
+    return float(sums[0] / sums[1])
+
+
+def worst_weight_error(policy: Policy, model: PreTrainedModel) -> float:
+    """Largest difference to `model`'s weights, relative to each tensor's largest entry."""
+    worst = torch.zeros(())
+    for parameter, value in hf_parts(policy, model):
+        own = parameter.detach()[tuple(slice(size) for size in value.shape)]
+        worst = torch.maximum(worst, (own - value).abs().max() / value.abs().max())
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def hf_parts(policy: Policy, model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Each Megatron parameter of this rank with what it must hold (padded rows left out)."""
+    named = {name: value.detach() for name, value in model.named_parameters()}
+    for chunk in policy.chunks:
+        pairs = list(_chunk_parts(chunk, model.config, _getter(named), policy.parallel))
+        assert len(pairs) == len(list(chunk.parameters())), "every parameter has a counterpart"
+        yield from pairs
+
+
+def _getter(named: dict[str, Tensor]) -> Callable[[str], Tensor]:
+    """HF tensor by name; one expert's matrices out of transformers' fused expert tensors."""
+
+    def get(name: str) -> Tensor:
+        if name in named:
+            return named[name]
+        prefix, expert, leaf, _ = name.rsplit(".", 3)
+        if leaf == "down_proj":
+            return named[f"{prefix}.down_proj"][int(expert)]
+        gate, up = named[f"{prefix}.gate_up_proj"][int(expert)].chunk(2)
+        return gate if leaf == "gate_proj" else up
+
+    return get
+
+
+def _chunk_parts(
+    chunk: nn.Module, hf: object, get: Callable[[str], Tensor], parallel: ParallelContext
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    rank = parallel.tp_rank
+
+    def vocabulary(value: Tensor, parameter: nn.Parameter) -> tuple[nn.Parameter, Tensor]:
+        rows = parameter.shape[0]
+        return parameter, value[rank * rows : (rank + 1) * rows]
+
+    if chunk.pre_process:
+        yield vocabulary(get("model.embed_tokens.weight"), chunk.embedding.word_embeddings.weight)
+    for layer in chunk.decoder.layers:
+        yield from _layer_parts(layer, hf, get, parallel)
+    if chunk.post_process:
+        yield chunk.decoder.final_layernorm.weight, get("model.norm.weight")
+        if chunk.output_layer.weight is not None:
+            tied = hf.tie_word_embeddings
+            name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            yield vocabulary(get(name), chunk.output_layer.weight)
+
+
+def _layer_parts(
+    layer: nn.Module, hf: object, get: Callable[[str], Tensor], parallel: ParallelContext
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    tp, rank = parallel.tp_size, parallel.tp_rank
+    prefix = f"model.layers.{layer.layer_number - 1}"
+    attention = layer.self_attention
+
+    def fused_qkv(leaf: str) -> Tensor:
+        groups = hf.num_key_value_heads
+        parts = [get(f"{prefix}.self_attn.{name}_proj.{leaf}") for name in "qkv"]
+        fused = torch.cat([p.view(groups, -1, *p.shape[1:]) for p in parts], 1)
+        return fused.flatten(0, 1).chunk(tp)[rank]
+
+    yield layer.input_layernorm.weight, get(f"{prefix}.input_layernorm.weight")
+    yield attention.linear_qkv.weight, fused_qkv("weight")
+    if attention.linear_qkv.bias is not None:
+        yield attention.linear_qkv.bias, fused_qkv("bias")
+    if hf.model_type.startswith("qwen3"):
+        yield attention.q_layernorm.weight, get(f"{prefix}.self_attn.q_norm.weight")
+        yield attention.k_layernorm.weight, get(f"{prefix}.self_attn.k_norm.weight")
+    output = get(f"{prefix}.self_attn.o_proj.weight").chunk(tp, 1)[rank]
+    yield attention.linear_proj.weight, output
+    yield layer.pre_mlp_layernorm.weight, get(f"{prefix}.post_attention_layernorm.weight")
+    if not hasattr(layer.mlp, "router"):
+        yield from _mlp_parts(layer.mlp, f"{prefix}.mlp", get, tp, rank)
+        return
+    yield layer.mlp.router.weight, get(f"{prefix}.mlp.gate.weight")
+    for local, expert in enumerate(layer.mlp.local_expert_indices):
+        yield from _mlp_parts(
+            layer.mlp.experts.local_experts[local],
+            f"{prefix}.mlp.experts.{expert}",
+            get,
+            parallel.etp_size,
+            parallel.etp_rank,
+        )
+
+
+def _mlp_parts(
+    mlp: nn.Module, prefix: str, get: Callable[[str], Tensor], size: int, rank: int
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    gate, up, down = (get(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down"))
+    yield mlp.linear_fc1.weight, torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]])
+    yield mlp.linear_fc2.weight, down.chunk(size, 1)[rank]
