@@ -61,7 +61,7 @@ def batch_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"training.responses_per_update={update}: must divide rollout.prompts_per_step "
             f"{config.rollout.prompts_per_step} x rollout.group_size {group} = {total} responses. "
-            f"Use {_nearest_divisor(total, update)}."
+            f"Use {_nearest_update(config)}."
         )
     if update < config.parallel.data:
         yield (
@@ -69,10 +69,10 @@ def batch_problems(config: RunConfig) -> Iterator[str]:
             f"{config.parallel.data}, or some ranks have nothing to train on. Raise it or lower "
             "parallel.data."
         )
-    if config.loss.aggregation == "group_token_mean" and update % group:
+    elif update % group:
         yield (
-            f"training.responses_per_update={update}: loss.aggregation=group_token_mean averages "
-            f"inside a group, so it must be a multiple of rollout.group_size={group}."
+            f"training.responses_per_update={update}: must be a multiple of rollout.group_size="
+            f"{group}, since an update takes whole groups."
         )
 
 
@@ -293,6 +293,7 @@ def model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def _nearest_divisor(total: int, wanted: int) -> int:
-    divisors = [n for n in range(1, total + 1) if total % n == 0]
-    return min(divisors, key=lambda n: abs(n - wanted))
+def _nearest_update(config: RunConfig) -> int:
+    prompts, group = config.rollout.prompts_per_step, config.rollout.group_size
+    sizes = [n * group for n in range(1, prompts + 1) if prompts % n == 0]
+    return min(sizes, key=lambda size: abs(size - config.training.responses_per_update))

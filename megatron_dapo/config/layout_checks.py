@@ -14,32 +14,31 @@ FP8_DIMENSION = 16
 
 def layout_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     """Everything about `parallel`, `precision` and the devices that carry them."""
-    yield from _tensor_problems(config, shape)
+    tensor = list(_tensor_problems(config, shape))
+    yield from tensor
     yield from _pipeline_problems(config, shape)
     yield from _expert_problems(config, shape)
-    yield from _pack_problems(config)
     yield from _device_problems(config)
     yield from _precision_problems(config)
-    if config.precision.fp8 != "none":
+    if not tensor:  # else one mistake would be told several times
+        yield from _pack_problems(config)
         yield from _fp8_dimension_problems(config, shape)
 
 
 def _tensor_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     tensor = config.parallel.tensor
-    if shape.heads % tensor:
+    cut = {
+        "attention heads": shape.heads,
+        "key-value heads (one lives whole on one rank)": shape.kv_heads,
+        "intermediate_size": shape.ffn,
+        "hidden_size": shape.hidden,
+    }
+    uneven = [f"{size} {name}" for name, size in cut.items() if size % tensor]
+    if uneven:
         yield (
-            f"parallel.tensor={tensor}: must divide the model's {shape.heads} attention heads. "
-            f"Use {_divisors(math.gcd(shape.heads, shape.kv_heads))}."
+            f"parallel.tensor={tensor}: must divide the model's {', '.join(uneven)}. "
+            f"Use {_divisors(math.gcd(*cut.values()))}."
         )
-    elif shape.kv_heads % tensor:
-        yield (
-            f"parallel.tensor={tensor}: must divide the model's {shape.kv_heads} key-value heads, "
-            "each of which lives on one rank. "
-            f"Use {_divisors(math.gcd(shape.heads, shape.kv_heads))}."
-        )
-    for name, size in (("intermediate_size", shape.ffn), ("hidden_size", shape.hidden)):
-        if size % tensor:
-            yield f"parallel.tensor={tensor}: must divide the model's {name} {size}."
     if tensor == 1 and config.parallel.sequence_parallel:
         yield (
             "parallel.sequence_parallel=true: splits activations between tensor ranks, so it needs "
@@ -176,6 +175,8 @@ def _precision_problems(config: RunConfig) -> Iterator[str]:
 
 
 def _fp8_dimension_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    if config.precision.fp8 == "none":
+        return
     tensor = config.parallel.tensor
     sizes = {
         "hidden_size": shape.hidden,

@@ -48,7 +48,7 @@ class ModelShape:
             vocab=_number(hf_config, "vocab_size"),
             max_positions=_number(hf_config, "max_position_embeddings"),
             tied_embeddings=hf_config.get("tie_word_embeddings") is True,
-            experts=_number(hf_config, "num_experts", 0),
+            experts=_number(hf_config, "num_experts", _number(hf_config, "num_local_experts", 0)),
             experts_per_token=_number(hf_config, "num_experts_per_tok", 0),
             expert_ffn=_number(hf_config, "moe_intermediate_size", 0),
             custom_code="auto_map" in hf_config,

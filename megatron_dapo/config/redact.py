@@ -9,7 +9,7 @@ REDACTED = "***"
 _SECRET_NAME = re.compile(
     r"(^|[_.\-])(key|apikey|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE
 )
-_URL_PASSWORD = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s@:]+:|://)[^/\s@]+@")
 _KNOWN_TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_\w{16,})")
 
 Plain = str | int | float | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]
@@ -22,7 +22,7 @@ def names_a_secret(name: str) -> bool:
 
 def redact_text(text: str) -> str:
     """`text` without user:password of URLs and without well-known token shapes."""
-    return _KNOWN_TOKENS.sub(REDACTED, _URL_PASSWORD.sub(REDACTED, text))
+    return _KNOWN_TOKENS.sub(REDACTED, _URL_PASSWORD.sub(rf"\1{REDACTED}@", text))
 
 
 def redact(value: Plain, name: str = "") -> Plain:

@@ -173,6 +173,7 @@ class DataConfig(Section):
     answer_column: str = "reward_model.ground_truth"
     """Column with the answer; dots go into nested objects."""
     max_prompt_tokens: PositiveInt = 2048
+    """Template included."""
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
     """A prompt over max_prompt_tokens. drop: counted. truncate_left: the released script's."""
     bad_rows: Literal["error", "skip"] = "error"

@@ -82,7 +82,6 @@ def parameter_count(shape: ModelShape) -> int:
 def plan_stage(config: RunConfig, shape: ModelShape, stage: int) -> MemoryPlan:
     """What one rank of pipeline stage `stage` holds at its peak."""
     parallel = config.parallel
-    item = _item_bytes(config)
     dense, experts = _rank_parameters(shape, parallel, stage)
     states = 8 if config.model.dtype == "float32" else 12
     dense_sharers = parallel.data * parallel.context if parallel.distributed_optimizer else 1

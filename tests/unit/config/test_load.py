@@ -1,0 +1,117 @@
+"""Files, inheritance, overrides, and what is saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config.load import save_resolved
+from megatron_dapo.config.versions import SCHEMA_VERSION
+from tests.unit.config.runs import make_config, write_run
+
+
+def test_overrides_win_over_the_file_from_left_to_right(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path), ["optimizer.lr=1e-3", "optimizer.lr=2e-4", "seed=7"])
+    assert (config.optimizer.lr, config.seed) == (2e-4, 7)
+    assert config.rollout.group_size == 8
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("rollout.endpoints=[unix:/a,unix:/b]", ("unix:/a", "unix:/b")),
+        ("rollout.max_engine_tokens=null", None),
+        ("rollout.max_engine_tokens=", None),
+        ("rollout.logprobs=raw", "raw"),
+        ("rollout.top_p=1", 1.0),
+    ],
+)
+def test_override_values_are_yaml(tmp_path: Path, override: str, value: object) -> None:
+    config = load_config(write_run(tmp_path), [override])
+    name = override.partition("=")[0].partition(".")[2]
+    assert config.model_dump()["rollout"][name] == value
+
+
+def test_scientific_notation_without_a_dot_is_a_number(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    file.write_text(file.read_text() + "optimizer:\n  lr: 1e-6\n")
+    assert load_config(file).optimizer.lr == 1e-6
+
+
+def test_a_file_changes_only_what_it_names_of_its_base(tmp_path: Path) -> None:
+    base = load_config(write_run(tmp_path))
+    child = tmp_path / "variants" / "child.yaml"
+    child.parent.mkdir()
+    child.write_text("base: ../run.yaml\nloss:\n  clip_high: 0.2\n")
+    config = load_config(child)
+    assert config.loss.clip_high == 0.2
+    assert config.model_copy(update={"loss": base.loss}) == base
+
+
+def test_inheritance_has_one_level(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "child.yaml").write_text("base: run.yaml\n")
+    (tmp_path / "grandchild.yaml").write_text("base: child.yaml\n")
+    with pytest.raises(ConfigError, match="one level"):
+        load_config(tmp_path / "grandchild.yaml")
+
+
+def test_an_unknown_key_of_the_base_names_the_base(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    file.write_text(file.read_text() + "loss: {clip_hihg: 0.3}\n")
+    (tmp_path / "child.yaml").write_text("base: run.yaml\n")
+    with pytest.raises(ConfigError, match=r"clip_hihg in run\.yaml \(base of"):
+        load_config(tmp_path / "child.yaml")
+
+
+def test_paths_are_relative_to_the_current_directory_and_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(file, ["data.train=prompts/train.parquet", "run_dir=~/runs/a"])
+    assert config.data.train == tmp_path / "prompts/train.parquet"
+    assert config.run_dir == Path.home() / "runs/a"
+
+
+def test_environment_variables_fill_in_and_fall_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_run(tmp_path)
+    monkeypatch.setenv("SOME_MODEL", str(tmp_path / "other"))
+    monkeypatch.delenv("UNSET_MODEL", raising=False)
+    found = load_config(file, ["model.path=${oc.env:SOME_MODEL}"])
+    default = load_config(file, [f"model.path=${{oc.env:UNSET_MODEL,{tmp_path}}}"])
+    assert (found.model.path, default.model.path) == (tmp_path / "other", tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.path.*UNSET_MODEL"):
+        load_config(file, ["model.path=${oc.env:UNSET_MODEL}"])
+
+
+def test_the_saved_configuration_loads_to_the_same_run(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path), ["loss.dual_clip=10", "rollout.endpoints=[unix:/a]"])
+    saved = save_resolved(config, tmp_path / "run")
+    assert load_config(saved) == config
+
+
+def test_versions_are_saved_beside_it(tmp_path: Path) -> None:
+    save_resolved(load_config(write_run(tmp_path)), tmp_path / "run")
+    versions = json.loads((tmp_path / "run" / "versions.json").read_text())
+    assert versions["schema"] == SCHEMA_VERSION
+    assert versions["torch"].startswith("2.13")
+    assert "transformer-engine" in versions
+
+
+def test_no_secret_reaches_the_saved_files(tmp_path: Path) -> None:
+    secret = "hunter2canary"
+    config = make_config(
+        logging={"wandb_project": f"https://me:{secret}@example.org/p"},
+        data={"train": f"s3://key:{secret}@bucket/train.jsonl"},
+        rollout={"endpoints": [f"http://u:{secret}@127.0.0.1:1"]},
+        reward={"plugin": "hf_" + secret * 3},
+    )
+    save_resolved(config, tmp_path)
+    for file in tmp_path.iterdir():
+        assert secret not in file.read_text(), f"{file.name} holds a secret"
