@@ -23,6 +23,8 @@ PR_SET_CHILD_SUBREAPER = 36
 PARENT_DIED = signal.SIGUSR1
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 WATCHED = STOP_SIGNALS | {signal.SIGCHLD, PARENT_DIED}
+ORPHANS_FILE = "remove_when_orphaned"
+"""In the scratch directory: directories of the trainer that go only if it died, one a line."""
 POLL_SECONDS = 1.0
 SHARED_MEMORY = Path("/dev/shm")
 SCRATCH_PREFIXES = ("psm_", "torch_", "sem.")
@@ -109,26 +111,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process that must be alive")
     parser.add_argument("--grace-seconds", type=float, default=10.0)
-    parser.add_argument("--remove", action="append", default=[], help="directory to remove at end")
-    parser.add_argument(
-        "--remove-if-orphaned", action="append", default=[], help="the same, once the parent died"
-    )
+    parser.add_argument("--scratch", type=Path, required=True, help="directory to remove at end")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
 
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_PDEATHSIG, PARENT_DIED)
-    removed = list(options.remove)
     orphaned, returncode = os.getppid() != options.parent, 1
     if not orphaned:
         server = subprocess.Popen(options.command, preexec_fn=_enter_server)
         orphaned = _wait(server, options.parent)
         _end_session(server, options.grace_seconds)
         returncode = server.wait()
-    if orphaned:
-        removed += options.remove_if_orphaned
-    for folder in removed:
+    orphans = options.scratch / ORPHANS_FILE
+    removed = orphans.read_text().splitlines() if orphaned and orphans.exists() else []
+    for folder in [*removed, options.scratch]:
         shutil.rmtree(folder, ignore_errors=True)
     return returncode if returncode >= 0 else 128 - returncode
 

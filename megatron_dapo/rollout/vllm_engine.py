@@ -94,7 +94,6 @@ class VllmEngine:
         endpoint: unix:/path or http://127.0.0.1:port.
         request_timeout_seconds: longest wait for one answer.
         max_in_flight: requests sent at once; more wait here instead of in the server.
-        weights_directory: the only directory that this engine may be asked to load weights from.
         sleep_mode: the server was started with --enable-sleep-mode; without it `sleep` and
             `wake_up` do nothing (CPU, or the engine has its own devices).
     """
@@ -105,12 +104,10 @@ class VllmEngine:
         *,
         request_timeout_seconds: float = 3600.0,
         max_in_flight: int = 1024,
-        weights_directory: Path | None = None,
         sleep_mode: bool = False,
     ) -> None:
         transport, base_url = open_transport(endpoint)
         self.endpoint = endpoint
-        self.weights_directory = weights_directory
         self.sleep_mode = sleep_mode
         self._client = httpx.AsyncClient(
             transport=transport,
@@ -120,7 +117,7 @@ class VllmEngine:
         )
         self._slots = asyncio.Semaphore(max_in_flight)
         self._in_flight = 0
-        self._transfer_ready = False
+        self._weights_directory: Path | None = None
         self._broken = False
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -159,6 +156,8 @@ class VllmEngine:
     async def update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
         """Replace the weights: pause, load, finish, forget cached prompts, stamp, resume.
 
+        The directory of the first payload is the only one that the engine ever reads from.
+
         Raises:
             RuntimeError: requests of this client are still running.
             EngineError: a step failed. Half of the weights may be new, so the engine refuses
@@ -170,8 +169,8 @@ class VllmEngine:
                 f"weight update of {self.endpoint} while {self._in_flight} of its requests are "
                 "running; wait for the whole rollout first"
             )
-        if not self._transfer_ready:
-            await self._prepare_transfer()
+        if self._weights_directory is None:
+            await self._allow_directory(Path(str(payload["path"])).parent)
         self._broken = True
         await self._send("POST", "/pause?mode=wait&clear_cache=false")
         await self._send("POST", "/start_weight_update")
@@ -207,14 +206,10 @@ class VllmEngine:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _prepare_transfer(self) -> None:
-        if self.weights_directory is None:
-            raise RuntimeError(
-                f"{self.endpoint} was opened without weights_directory; weights cannot be updated"
-            )
-        init_info = {"directory": str(self.weights_directory)}
+    async def _allow_directory(self, directory: Path) -> None:
+        init_info = {"directory": str(directory)}
         await self._send("POST", "/init_weight_transfer_engine", {"init_info": init_info})
-        self._transfer_ready = True
+        self._weights_directory = directory
 
     async def _reset_prefix_cache(self) -> None:
         """Keys and values of the old weights must not meet the new ones."""

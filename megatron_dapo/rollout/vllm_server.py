@@ -25,6 +25,7 @@ from megatron_dapo.rollout.server_options import (
 logger = logging.getLogger(__name__)
 
 GUARDIAN = Path(__file__).with_name("server_main.py")
+ORPHANS_FILE = "remove_when_orphaned"
 LONGEST_SOCKET_PATH = 107
 """Bytes of sun_path, without the closing zero."""
 LOG_TAIL_LINES = 30
@@ -43,13 +44,10 @@ class VllmServer:
 
     Args:
         options: how to start.
-        weights_directory: where the trainer publishes weights. Owned by the caller, who removes
-            it; the guardian removes it only after the owner died.
     """
 
-    def __init__(self, options: ServerOptions, *, weights_directory: Path | None = None) -> None:
+    def __init__(self, options: ServerOptions) -> None:
         self.options = options
-        self.weights_directory = weights_directory
         self._guardian: subprocess.Popen[bytes] | None = None
         self._scratch: Path | None = None
         self._owner = os.getpid()
@@ -131,6 +129,13 @@ class VllmServer:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
+    def remove_when_orphaned(self, directory: Path) -> None:
+        """Have the guardian remove `directory` (published weights) should the owner be killed."""
+        if self._scratch is None:
+            raise RuntimeError(f"{self.name} was not started")
+        listed = self._scratch / ORPHANS_FILE
+        listed.write_text(f"{directory}\n")
+
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines that this server wrote."""
         with self.options.log_file.open("rb") as log:
@@ -140,9 +145,7 @@ class VllmServer:
 
     def _guardian_command(self) -> list[str]:
         command = [sys.executable, "-P", str(GUARDIAN), "--parent", str(os.getpid())]
-        command += ["--remove", str(self._scratch)]
-        if self.weights_directory is not None:
-            command += ["--remove-if-orphaned", str(self.weights_directory)]
+        command += ["--scratch", str(self._scratch)]
         return [*command, "--", *server_command(self.options, self._socket())]
 
     def _socket(self) -> Path:

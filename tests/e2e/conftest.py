@@ -42,7 +42,6 @@ class RunningServer:
             engine = VllmEngine(
                 self.server.endpoint,
                 request_timeout_seconds=120,
-                weights_directory=self.weights_directory,
             )
             try:
                 return await call(engine)
@@ -176,7 +175,7 @@ def running_server(
     save_tiny_model(folder / "model", family)
     with tempfile.TemporaryDirectory(prefix="megatron_dapo_test_", dir="/dev/shm") as weights:
         options = tiny_options(folder / "model", folder / "engine.log", **changes)
-        server = VllmServer(options, weights_directory=Path(weights))
+        server = VllmServer(options)
         server.start()
         try:
             server.wait_ready()

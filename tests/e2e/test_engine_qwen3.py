@@ -144,9 +144,7 @@ def test_cached_prompts_of_old_weights_are_forgotten(qwen3: RunningServer, cure:
     payload = qwen3.publish(model, qwen3.version)
 
     async def update(_: VllmEngine) -> None:
-        engine = (VllmEngine if cure else WithoutReset)(
-            qwen3.server.endpoint, weights_directory=qwen3.weights_directory
-        )
+        engine = (VllmEngine if cure else WithoutReset)(qwen3.server.endpoint)
         try:
             await engine.update_weights(payload, qwen3.version)
         finally:
@@ -173,7 +171,10 @@ def test_update_with_running_requests_is_refused(qwen3: RunningServer) -> None:
     qwen3.run(overlap)
 
 
-async def _try_update(engine: VllmEngine, payload: dict[str, object]) -> None:
+async def _try_update(
+    engine: VllmEngine, good: dict[str, object], payload: dict[str, object]
+) -> None:
+    await engine.update_weights(good, 100)
     with pytest.raises(EngineError) as caught:
         await engine.update_weights(payload, 100)
     with pytest.raises(EngineError, match="restart the engine"):
@@ -186,7 +187,8 @@ def test_a_wrong_file_fails_the_update_and_the_engine_is_not_used_again(
     qwen3: RunningServer, wrong: str, tmp_path: Path
 ) -> None:
     """Last in this file: the server's weights are in no defined state afterwards."""
-    payload = qwen3.publish(qwen3.model, 100)
+    good = qwen3.publish(qwen3.model, 100)
+    payload = dict(good)
     if wrong == "outside":
         moved = tmp_path / "weights.safetensors"
         moved.write_bytes(Path(str(payload["path"])).read_bytes())
@@ -198,7 +200,7 @@ def test_a_wrong_file_fails_the_update_and_the_engine_is_not_used_again(
     else:
         payload = _without_one_tensor(qwen3)
     with pytest.raises(EngineError, match="500"):
-        qwen3.run(lambda engine: _try_update(engine, payload))
+        qwen3.run(lambda engine: _try_update(engine, good, payload))
 
 
 def _without_one_tensor(running: RunningServer) -> dict[str, object]:
