@@ -172,11 +172,11 @@ def merge_statistics(
         peak, sumexp, weighted, target = local.unbind(0)
     else:
         size = dist.get_world_size(shard.tp_group)
-        gathered = local.new_empty((size * 4, local.shape[1]))
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=shard.tp_group)
-        peaks, sums, weights, targets = gathered.view(size, 4, -1).unbind(1)
+        gathered = local.new_empty((size, *local.shape))
+        dist.all_gather(list(gathered.unbind(0)), local.contiguous(), group=shard.tp_group)
+        peaks, sums, weights, targets = gathered.unbind(1)
         peak = peaks.amax(0)
-        drop = (peaks - peak) / temperature
+        drop = ((peaks - peak) / temperature).clamp_(min=torch.finfo(local.dtype).min)
         factor = drop.exp()
         sumexp = (factor * sums).sum(0)
         weighted = (factor * (weights + drop * sums)).sum(0)
