@@ -63,12 +63,8 @@ def _number(hf_config: Mapping[str, object], name: str, default: int | None = No
     value = hf_config.get(name)
     if value is None and default is not None:
         return default
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < 0
-        or (value == 0 and not default == 0)
-    ):
+    least = 0 if default == 0 else 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigError(
             f"model.path: its config.json has {name}={value!r}; must be a positive whole number. "
             "Give the folder of a decoder-only transformer in Hugging Face form."

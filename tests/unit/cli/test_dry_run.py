@@ -1,0 +1,94 @@
+"""The dry run prints what would run, for this machine or for another one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.main import main
+from tests.conftest import REPOSITORY
+from tests.unit.config.runs import write_run
+
+SHIPPED = sorted(
+    path.relative_to(REPOSITORY).as_posix()
+    for folder in ("qwen32b", "qwen3_30b_a3b")
+    for path in (REPOSITORY / "examples" / folder).rglob("*.yaml")
+)
+LONGEST_SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["train", *arguments, "--dry-run"]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", SHIPPED)
+def test_every_shipped_configuration_passes_without_weights(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv("MODEL", raising=False)
+    started = time.monotonic()
+    text = dry_run(capsys, file)
+    assert time.monotonic() - started < LONGEST_SECONDS
+    assert "The configuration is sound." in text
+    assert "warning: device=cuda: no CUDA device is visible" in text
+    assert "holds no .safetensors weights" in text.replace("\n", " ")
+
+
+def test_the_papers_batches_and_ranks_are_spelled_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    text = dry_run(capsys, "examples/qwen32b/dapo.yaml")
+    assert "512 prompts x 16 responses = 8,192 responses" in text
+    assert "16 updates of 512 responses" in text
+    assert "128 trainer ranks on 16 nodes" in text
+    assert "120-127" in text
+    assert "32,763,417,600 parameters" in text
+    assert "152,576" in text
+
+
+def test_a_small_run_lists_each_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = dry_run(capsys, str(write_run(tmp_path)), "parallel.tensor=2", "parallel.pipeline=2")
+    assert "4 trainer ranks on 1 nodes" in text
+    rows = [line for line in text.splitlines() if line.startswith("│ 0    │")]
+    assert len(rows) == 4
+
+
+def test_remarks_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = dry_run(capsys, str(write_run(tmp_path)), "training.responses_per_update=64")
+    assert "note: One update a step" in text
+
+
+def test_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write_run(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    dry_run(capsys, str(file))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_this_machine_lacks_is_an_error_for_a_run_on_it(tmp_path: Path) -> None:
+    file = write_run(tmp_path, weights=False)
+    assert main(["train", str(file), "--dry-run"]) == 78
+    assert main(["train", str(file), "device=cuda", "--dry-run"]) == 0
+
+
+def test_a_broken_rule_is_an_error_for_another_machine_too(tmp_path: Path) -> None:
+    file = write_run(tmp_path, weights=False)
+    assert main(["train", str(file), "device=cuda", "parallel.tensor=3", "--dry-run"]) == 78
+
+
+def test_output_is_the_same_in_a_pipe(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_dapo.cli.main", "train", str(write_run(tmp_path))]
+    done = subprocess.run([*command, "--dry-run"], capture_output=True, timeout=60, check=True)
+    assert max(len(line) for line in done.stdout.decode().splitlines()) <= 110
