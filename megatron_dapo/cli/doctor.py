@@ -13,15 +13,16 @@ import resource
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
 from packaging.requirements import Requirement
-from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
+from megatron_dapo.cli.terminal import open_console
 from megatron_dapo.config.machine_checks import cuda_is_visible
 from megatron_dapo.config.versions import package_version
 
@@ -59,11 +60,11 @@ def doctor(*, look_for_gpu: bool = True) -> int:
         *_machine(),
         *(_devices() if look_for_gpu else ()),
     ]
-    table = Table("what", "found", "", "what to do")
+    table = Table("what", "found", "", Column("what to do", overflow="fold"))
     for item in findings:
         status = f"[{COLOURS[item.status]}]{item.status}[/]"
-        table.add_row(item.what, item.found, status, item.remedy)
-    Console().print(table)
+        table.add_row(escape(item.what), escape(item.found), status, escape(item.remedy))
+    open_console().print(table)
     return 1 if any(item.status in ("missing", "wrong") for item in findings) else 0
 
 
@@ -93,12 +94,18 @@ def compare(requirement: Requirement, *, if_absent: Status, remedy: str) -> Find
         return Finding(wanted, "-", if_absent, remedy)
     if requirement.specifier.contains(version, prereleases=True):
         return Finding(wanted, version, "ok")
-    return Finding(wanted, version, "wrong", f"pip install '{requirement}'")
+    return Finding(wanted, version, "wrong", install_command(requirement))
+
+
+def install_command(requirement: Requirement) -> str:
+    """How to get exactly what is pinned."""
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    return f"pip install '{requirement.name}{extras}{requirement.specifier}'"
 
 
 def _required_packages() -> Iterator[Finding]:
     for requirement in pinned():
-        yield compare(requirement, if_absent="missing", remedy=f"pip install '{requirement}'")
+        yield compare(requirement, if_absent="missing", remedy=install_command(requirement))
 
 
 def _engine(gpu: bool) -> Iterator[Finding]:
@@ -117,7 +124,7 @@ def _transformer_engine(gpu: bool) -> Iterator[Finding]:
     requirement = next(r for r in pinned("gpu") if r.name == "transformer-engine")
     absent: Status = "missing" if gpu else "note"
     why = "FP8 and fused layers" if gpu else "not needed without a CUDA device"
-    remedy = f"{why}: pip install --no-build-isolation '{requirement}'"
+    remedy = f"{why}: {install_command(requirement)} --no-build-isolation"
     yield compare(requirement, if_absent=absent, remedy=remedy)
 
 
@@ -141,7 +148,8 @@ def _optional_packages() -> Iterator[Finding]:
     for extra in OPTIONAL_EXTRAS:
         for requirement in pinned(extra):
             remedy = f"optional: pip install '{PACKAGE}[{extra}]'"
-            yield compare(requirement, if_absent="note", remedy=remedy)
+            item = compare(requirement, if_absent="note", remedy=remedy)
+            yield item if item.status == "ok" else replace(item, status="note")
 
 
 def _machine() -> Iterator[Finding]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
+from megatron_dapo.cli.terminal import open_console
 from megatron_dapo.config.checks import check_config
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.layout_checks import pack_multiple
@@ -32,8 +33,6 @@ from megatron_dapo.planning.memory import (
 from megatron_dapo.planning.rank_map import RankPlace, as_ranges, rank_map
 
 MOST_RANKS_LISTED = 16
-PLAIN_WIDTH = 110
-"""Columns when the output is not a terminal, so that logs read the same everywhere."""
 
 
 def dry_run(config: RunConfig) -> int:
@@ -49,9 +48,7 @@ def dry_run(config: RunConfig) -> int:
     if problems and not elsewhere:
         raise ConfigError(problems)
     shape = ModelShape.from_hf(hf_config)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH)
+    console = open_console()
     _show_config(console, config)
     _show_ranks(console, config)
     _show_batches(console, config)
