@@ -1,0 +1,153 @@
+"""`convert` and `export`: Hugging Face folder -> Megatron shards -> Hugging Face folder.
+
+Both start the ranks of a layout (this module again, as `python -m`), because each rank reads or
+sends only the shards that it holds. What `convert` writes is a run directory at step 0: a run with
+that `run_dir` starts from the shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from megatron_dapo import device
+from megatron_dapo.checkpoint.commit import newest_complete, require_complete
+from megatron_dapo.checkpoint.export import write_hf_folder
+from megatron_dapo.checkpoint.state import load_checkpoint, save_checkpoint
+from megatron_dapo.cli.launch import launch_ranks
+from megatron_dapo.config import ConfigError, RunConfig, load_config
+from megatron_dapo.config.layout_checks import layout_problems
+from megatron_dapo.config.load import RESOLVED_FILE, save_resolved
+from megatron_dapo.config.machine_checks import weight_problems
+from megatron_dapo.config.model_shape import ModelShape, read_hf_config
+from megatron_dapo.parallel.launch_env import read_launch_env
+from megatron_dapo.policy.model import build_chunks
+from megatron_dapo.resharding.load import load_hf_weights
+from megatron_dapo.resharding.transfer import export_stream
+from megatron_dapo.trainer import CHECKPOINTS, join_ranks
+
+MODULE = "megatron_dapo.cli.convert"
+LOGS = "logs"
+
+
+def convert_main(options: argparse.Namespace) -> int:
+    """`megatron-dapo convert HF_FOLDER OUT parallel.tensor=2 ...`; returns the exit code.
+
+    Raises:
+        ConfigError: the folder cannot be read, or the layout cannot hold the model.
+    """
+    source = options.hf_folder.absolute()
+    dtype = str(read_hf_config(source).get("dtype", "bfloat16"))
+    config = RunConfig.model_validate(
+        {
+            "run_dir": options.out,
+            "model": {"path": source, "dtype": dtype if dtype == "float32" else "bfloat16"},
+            "data": {"train": os.devnull},  # a conversion reads no prompts
+        }
+    )
+    config = load_config(save_resolved(config, config.run_dir), options.overrides)
+    _check(config)
+    resolved = save_resolved(config, config.run_dir)
+    return _launch(["convert", "--config", str(resolved)], config)
+
+
+def export_main(options: argparse.Namespace) -> int:
+    """`megatron-dapo export RUN_OR_CHECKPOINT OUT`; returns the exit code.
+
+    Raises:
+        ConfigError: no complete checkpoint is there, or OUT exists.
+    """
+    run_dir, checkpoint = find_checkpoint(options.checkpoint.absolute())
+    out = options.out.absolute()
+    if out.exists():
+        raise ConfigError(f"OUT={out} exists: name a folder that does not, nothing is overwritten")
+    layout = [f"parallel.{key}=1" for key in ("tensor", "pipeline", "context", "data", "expert")]
+    layout += ["parallel.virtual_pipeline=null", "parallel.expert_tensor=null", "parallel.nodes=1"]
+    config = load_config(run_dir / RESOLVED_FILE, [*layout, *options.overrides])
+    _check(config)
+    resolved = save_resolved(config, run_dir / "export")
+    arguments = ["export", "--config", str(resolved), "--checkpoint", str(checkpoint)]
+    return _launch([*arguments, "--out", str(out)], config)
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """Run directory and checkpoint that `path` names: a run (its newest one), or one of its steps.
+
+    Raises:
+        ConfigError: neither.
+    """
+    run_dir = path if (path / RESOLVED_FILE).is_file() else path.parent.parent
+    if not (run_dir / RESOLVED_FILE).is_file():
+        raise ConfigError(
+            f"CHECKPOINT={path}: must be a run directory (with {RESOLVED_FILE}) or one of its "
+            f"{CHECKPOINTS}/step_N folders"
+        )
+    checkpoint = newest_complete(run_dir / CHECKPOINTS) if path == run_dir else path
+    if checkpoint is None:
+        raise ConfigError(f"CHECKPOINT={path}: no complete checkpoint in {run_dir / CHECKPOINTS}")
+    try:
+        require_complete(checkpoint)
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
+    return run_dir, checkpoint
+
+
+def _check(config: RunConfig) -> None:
+    shape = ModelShape.from_hf(read_hf_config(config.model.path))
+    problems = [*layout_problems(config, shape), *weight_problems(config.model.path)]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _launch(arguments: Sequence[str], config: RunConfig) -> int:
+    return launch_ranks(
+        ["-m", MODULE, *arguments], config.parallel.world_size, config.run_dir / LOGS
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One rank of a conversion."""
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
+    parser.add_argument("action", choices=["convert", "export"])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    config = load_config(options.config)
+    environment = read_launch_env(os.environ)
+    device.select(config.device, local_rank=environment.local_rank)
+    hf_config = AutoConfig.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    parallel = join_ranks(config, environment)
+    chunks = build_chunks(config, hf_config, parallel)
+    if options.action == "convert":
+        load_hf_weights(chunks, hf_config, config.model.path, parallel)
+        folder = config.run_dir / CHECKPOINTS
+        save_checkpoint(
+            folder, 0, chunks=chunks, optimizer=None, state={}, parallel=parallel, keep=1
+        )
+    else:
+        load_checkpoint(options.checkpoint, chunks=chunks, optimizer=None, parallel=parallel)
+        stream = export_stream(chunks, hf_config, parallel)
+        write_hf_folder(
+            stream,
+            config.model.path,
+            options.out,
+            expected=stream.tensors.keys(),
+            dtype=stream.dtype,
+            tokenizer_folder=config.model.tokenizer,
+        )
+    parallel.destroy()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

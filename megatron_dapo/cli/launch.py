@@ -1,0 +1,177 @@
+"""Start the trainer ranks of one machine, watch them, and leave nothing behind.
+
+Several machines are started by srun or torchrun (examples/qwen32b/run.sh), one task per
+device; each task then runs `python -m megatron_dapo.train`. On one machine this launcher does
+the same: ranks meet through a file, so no port is opened, and their exit codes arrive whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from megatron_dapo.config.errors import ConfigError
+from megatron_dapo.config.load import save_resolved
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.data.prompts import PromptSet
+from megatron_dapo.data.tokenizer import load_tokenizer
+from megatron_dapo.parallel.launch_env import RENDEZVOUS_VARIABLE
+
+GRACE_SECONDS = 20.0
+POLL_SECONDS = 0.1
+TAIL_LINES = 25
+
+
+def launch_training(config: RunConfig) -> int:
+    """Train on this machine and return the exit code of the first rank that failed, or 0.
+
+    Raises:
+        ConfigError: the configuration asks for several machines, or a prompt file is bad.
+    """
+    if config.parallel.nodes > 1:
+        raise ConfigError(
+            f"parallel.nodes={config.parallel.nodes}: this command starts one machine. "
+            "Use sbatch examples/qwen32b/run.sh, or start `python -m megatron_dapo.train "
+            "--config FILE` on every device with srun or torchrun."
+        )
+    check_prompts(config)
+    resolved = save_resolved(config, config.run_dir)
+    command = ["-m", "megatron_dapo.train", "--config", str(resolved)]
+    return launch_ranks(command, config.parallel.world_size, config.run_dir / "logs")
+
+
+def check_prompts(config: RunConfig) -> None:
+    """Read the prompt files once before anything is started.
+
+    Raises:
+        ConfigError: with the lines that cannot be read, or that no prompt is left.
+    """
+    try:
+        tokenizer = load_tokenizer(
+            config.model.tokenizer or config.model.path,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        PromptSet.load(config.data.train, config.data, tokenizer)
+        if config.data.heldout is not None:
+            PromptSet.load(config.data.heldout, config.data, tokenizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def launch_ranks(command: Sequence[str], world_size: int, logs: Path) -> int:
+    """Run `python COMMAND` once for each rank; the exit code of the first that failed, or 0.
+
+    Rank 0 writes to this console, the others to `logs`. SIGINT and SIGTERM end all ranks, with
+    time to clean up, and are answered with 128 + signal.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="megatron_dapo_") as meeting,
+        _signals_stop() as stopped,
+    ):
+        store = Path(meeting) / "store"
+        ranks = [
+            _start_rank([sys.executable, *command], rank, world_size, store, logs)
+            for rank in range(world_size)
+        ]
+        try:
+            return _watch(ranks, logs, stopped)
+        finally:
+            _stop(ranks)
+
+
+@contextlib.contextmanager
+def _signals_stop() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of dying from them."""
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _start_rank(
+    command: Sequence[str], rank: int, world_size: int, store: Path, logs: Path
+) -> subprocess.Popen[bytes]:
+    """One rank in a session of its own, so that Ctrl-C reaches the launcher alone."""
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        RENDEZVOUS_VARIABLE: f"file://{store}",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
+    if rank == 0:
+        return subprocess.Popen(command, env=environment, start_new_session=True)
+    with _log_of(logs, rank).open("wb") as log:
+        return subprocess.Popen(
+            command, env=environment, start_new_session=True, stdout=log, stderr=subprocess.STDOUT
+        )
+
+
+def _log_of(logs: Path, rank: int) -> Path:
+    return logs / f"trainer_rank{rank}.log"
+
+
+def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, stopped: list[int]) -> int:
+    """Wait until all ranks are done, one fails, or a signal asks to stop."""
+    while True:
+        if stopped:
+            _stop(ranks)
+            return 128 + stopped[0]
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+        if failed:
+            return _report_failure(_first_cause(failed, codes), codes, logs)
+        if all(code == 0 for code in codes):
+            return 0
+        time.sleep(POLL_SECONDS)
+
+
+def _first_cause(failed: list[int], codes: list[int | None]) -> int:
+    """A rank that chose its exit code explains more than one that was torn down with it."""
+    return min(failed, key=lambda rank: (codes[rank] not in (75, 78), rank))
+
+
+def _report_failure(rank: int, codes: list[int | None], logs: Path) -> int:
+    code = codes[rank]
+    assert code is not None, f"rank {rank} has not ended"
+    if code < 0:
+        sys.stderr.write(f"trainer rank {rank} was ended by {signal.Signals(-code).name}\n")
+        code = 128 - code
+    else:
+        sys.stderr.write(f"trainer rank {rank} ended with exit code {code}\n")
+    if rank > 0:
+        lines = _log_of(logs, rank).read_text(errors="replace").splitlines()
+        sys.stderr.write("\n".join(lines[-TAIL_LINES:]) + "\n")
+    return code
+
+
+def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """End what still runs: SIGTERM, then after the grace time SIGKILL, whole sessions."""
+    running = [process for process in ranks if process.poll() is None]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in running:
+        try:
+            process.wait(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

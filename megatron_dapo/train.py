@@ -1,0 +1,48 @@
+"""Entry point of one trainer rank: `python -m megatron_dapo.train --config FILE`.
+
+Started by `megatron-dapo train` on one machine, or by srun or torchrun, one task per device.
+This module stays light and guarded: saving a checkpoint starts helper processes that import
+it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+EXIT_DONE, EXIT_CRASH, EXIT_PREEMPTED, EXIT_CONFIG = 0, 1, 75, 78
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train as the rank that the environment names; returns the process's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_dapo.train", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="resolved configuration file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _unwind)
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("megatron_dapo").setLevel(logging.INFO)
+
+    # Imported here: a checkpoint's helper process imports this module and needs none of it.
+    from megatron_dapo.config.load import ConfigError, load_config
+    from megatron_dapo.trainer import train
+
+    try:
+        train(load_config(options.config, options.overrides))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+    return EXIT_DONE
+
+
+def _unwind(number: int, _frame: FrameType | None) -> None:
+    """Leave through every `finally`, so that engines, sockets and shared memory go too."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""The training step, told once (DAPO, arXiv 2503.14476).
+
+Every rank runs `Trainer`. Global rank 0 also owns the rollouts: it samples, grades and filters
+groups, turns rewards into advantages, and hands one `RolloutBatch` of plain tensors to all.
+From there on every rank does the same, and only the last pipeline stage sees a loss.
+
+    prompts -> groups of mixed accuracy -> RolloutBatch -> packed updates
+            -> old log-probs -> gradient steps -> weights into the engines -> metrics
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from megatron_dapo import device
+from megatron_dapo.batch.packing import pack_update, pad_multiple, split_updates
+from megatron_dapo.batch.rollout_batch import build_rollout_batch, from_tensors
+from megatron_dapo.checkpoint.commit import newest_complete
+from megatron_dapo.checkpoint.export import write_hf_folder
+from megatron_dapo.checkpoint.state import load_checkpoint, save_checkpoint
+from megatron_dapo.config import RunConfig
+from megatron_dapo.evaluation.evaluate import evaluation_metrics
+from megatron_dapo.observability.metrics import MetricBag, reduce_bags
+from megatron_dapo.observability.report import write_report
+from megatron_dapo.observability.sinks import Sinks
+from megatron_dapo.observability.timing import PhaseTimer
+from megatron_dapo.parallel.collectives import broadcast_tensors
+from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.parallel.launch_env import LaunchEnv, init_process_group, read_launch_env
+from megatron_dapo.policy.policy import POLICY_METRICS, Policy, UpdateResult
+from megatron_dapo.resharding.load import load_hf_weights
+from megatron_dapo.resharding.shared_memory import SharedMemoryTransport
+from megatron_dapo.resharding.transfer import export_stream
+from megatron_dapo.rollout.driver import RolloutDriver
+from megatron_dapo.rollout.sampler import RolloutStep
+from megatron_dapo.types import MicroBatch, RolloutBatch
+
+logger = logging.getLogger(__name__)
+CHECKPOINTS = "checkpoints"
+HF_FOLDER = "hf"
+
+
+@dataclass
+class Trainer:
+    """One rank's view of a run. `rollouts` and `sinks` exist on global rank 0 only."""
+
+    config: RunConfig
+    hf_config: PretrainedConfig
+    parallel: ParallelContext
+    policy: Policy
+    transport: SharedMemoryTransport
+    rollouts: RolloutDriver | None
+    sinks: Sinks | None
+    policy_version: int = 0
+    """Rollout steps that the weights have been trained for; stamped on every response."""
+    skipped_in_a_row: int = 0
+
+    def run(self) -> None:
+        """Train from where the run directory stands to `training.steps`, then export."""
+        first = self.resume() + 1
+        if first > self.config.training.steps:
+            logger.warning("already complete: step %d was reached before", first - 1)
+            return
+        self.sync_weights()
+        if first == 1:
+            self.evaluate(0)
+        for step in range(first, self.config.training.steps + 1):
+            self.step(step)
+            if self._due(step, self.config.evaluation.every):
+                self.evaluate(step)
+            if self._due(step, self.config.checkpoint.every):
+                self.save(step)
+        self.finish()
+
+    def step(self, step: int) -> None:
+        """One rollout step: prompts in, new weights in the engines out."""
+        timer, bag = PhaseTimer(), MetricBag()
+        with timer.phase("gen"):
+            rollout = self.rollouts.collect(step, self.policy_version) if self.rollouts else None
+        with timer.phase("adv"):
+            batch = self._share(rollout)
+            updates = self._pack(batch)
+        with timer.phase("old_log_prob"):
+            updates = [self._with_old_logprobs(update, bag) for update in updates]
+        with timer.phase("update_actor"):
+            self.policy.start_step(step)
+            for update in updates * self.config.training.epochs:
+                self._count_skipped(self.policy.update(update), bag)
+        with timer.phase("weight_sync"):
+            self.policy_version = step
+            self.sync_weights()
+        self._log(step, bag, batch, rollout, timer)
+
+    def _share(self, rollout: RolloutStep | None) -> RolloutBatch:
+        """The batch of global rank 0 on every rank, as plain tensors over the control group."""
+        batch = None if rollout is None else build_rollout_batch(rollout.groups, self.config)
+        tensors = None if batch is None else batch.tensors()
+        return from_tensors(broadcast_tensors(tensors, group=self.parallel.control_group))
+
+    def _pack(self, batch: RolloutBatch) -> list[list[MicroBatch]]:
+        """Packed micro-batches of this data rank, by update. Local: every rank plans the same."""
+        rows_of_updates = split_updates(
+            batch,
+            self.config.training.responses_per_update,
+            allow_partial=self.config.sampling.when_short == "train",
+        )
+        return [self._pack_update(batch, rows) for rows in rows_of_updates]
+
+    def _pack_update(self, batch: RolloutBatch, rows: Tensor) -> list[MicroBatch]:
+        layout = self.config.parallel
+        return pack_update(
+            batch,
+            rows,
+            dp_rank=self.parallel.dp_rank,
+            dp_size=layout.data,
+            tokens_per_micro_batch=self.config.training.tokens_per_micro_batch,
+            pad_multiple=pad_multiple(
+                layout.tensor,
+                layout.context,
+                layout.uses_sequence_parallel,
+                self.config.precision.fp8,
+            ),
+            micro_batch_multiple=layout.pipeline if layout.virtual_pipeline else 1,
+            min_micro_batches=layout.pipeline,
+            cp_size=layout.context,
+        )
+
+    def _with_old_logprobs(self, update: Sequence[MicroBatch], bag: MetricBag) -> list[MicroBatch]:
+        scored, metrics = self.policy.logprobs(update)
+        bag.update(metrics.metrics)
+        return scored
+
+    def _count_skipped(self, result: UpdateResult, bag: MetricBag) -> None:
+        """Add up metrics; stop when non-finite gradients keep coming (on all ranks alike)."""
+        bag.update(result.metrics.metrics)
+        broken = result.skipped and not math.isfinite(result.grad_norm)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if broken else 0
+        if self.skipped_in_a_row >= self.config.training.stop_after_skipped:
+            raise RuntimeError(
+                f"{self.skipped_in_a_row} updates in a row had a gradient norm of "
+                f"{result.grad_norm} (training.stop_after_skipped="
+                f"{self.config.training.stop_after_skipped}); the weights are those of the last "
+                "finite update. Look at actor/ratio_max and the samples of this step"
+            )
+
+    def sync_weights(self) -> None:
+        """Engines serve this policy from here on, stamped with `policy_version`. Collective."""
+        stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
+        payload = self.transport.publish(stream, self.policy_version)
+        if self.rollouts is not None:
+            assert payload is not None, "the rank with the rollouts publishes"
+            self.rollouts.update_weights(payload, self.policy_version)
+
+    def evaluate(self, step: int) -> None:
+        """Accuracy on the held-out prompts, on global rank 0; the others go on and wait later."""
+        if self.rollouts is None or self.config.evaluation.every == 0:
+            return
+        groups = self.rollouts.sample_heldout(step, self.policy_version)
+        if groups and self.sinks is not None:
+            self.sinks.log(step, evaluation_metrics(groups))
+
+    def save(self, step: int) -> None:
+        """A checkpoint of everything that going on from `step` needs. Collective."""
+        state = {} if self.rollouts is None else self.rollouts.state_dict()
+        save_checkpoint(
+            self.config.run_dir / CHECKPOINTS,
+            step,
+            chunks=self.policy.chunks,
+            optimizer=self.policy.optimizer,
+            parallel=self.parallel,
+            state=state,
+            keep=self.config.checkpoint.keep,
+        )
+
+    def resume(self) -> int:
+        """Load the newest complete checkpoint and return its step; 0 without one. Collective."""
+        checkpoint = newest_complete(self.config.run_dir / CHECKPOINTS)
+        if checkpoint is None:
+            return 0
+        restored = load_checkpoint(
+            checkpoint,
+            chunks=self.policy.chunks,
+            optimizer=self.policy.optimizer,
+            parallel=self.parallel,
+        )
+        if self.rollouts is not None:
+            self.rollouts.load_state_dict(restored.state)
+        self.policy_version = restored.step
+        logger.info("resumed from %s", checkpoint)
+        return restored.step
+
+    def finish(self) -> None:
+        """Write the Hugging Face folder and the report. Collective."""
+        if self.config.checkpoint.export_hf:
+            stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
+            write_hf_folder(
+                stream,
+                self.config.model.path,
+                self.config.run_dir / HF_FOLDER,
+                expected=stream.tensors.keys(),
+                dtype=stream.dtype,
+                tokenizer_folder=self.config.model.tokenizer,
+                overwrite=True,
+            )
+        if self.sinks is not None:
+            self.sinks.close()
+            write_report(self.config.run_dir)
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.config.training.steps or (every > 0 and step % every == 0)
+
+    def _log(
+        self,
+        step: int,
+        bag: MetricBag,
+        batch: RolloutBatch,
+        rollout: RolloutStep | None,
+        timer: PhaseTimer,
+    ) -> None:
+        """Merge what all ranks saw (one collective) and write it, on global rank 0."""
+        merged = reduce_bags(bag, POLICY_METRICS, self.parallel.control_group)
+        if self.sinks is None or rollout is None:
+            return
+        timing = timer.values()
+        tokens = batch.tokens.numel()
+        ranks = self.config.parallel.world_size
+        performance = {
+            "perf/total_num_tokens": float(tokens),
+            "perf/time_per_step": timing["timing_s/step"],
+            "perf/throughput": tokens / timing["timing_s/step"] / ranks,
+            "training/policy_version": float(self.policy_version),
+        }
+        self.sinks.log(step, merged.values() | rollout.metrics | timing | performance)
+        self.sinks.log_samples(step, rollout.groups)
+
+
+def train(config: RunConfig) -> None:
+    """Run the rank that the environment names, from the first collective to the last."""
+    environment = read_launch_env(os.environ)
+    with _open_trainer(config, environment) as trainer:
+        trainer.run()
+
+
+@contextmanager
+def _open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer]:
+    """Everything that a rank owns, in order of need; released in reverse, whatever happens.
+
+    Engines start first, on global rank 0: they load while Megatron does.
+    """
+    where = device.select(config.device, local_rank=environment.local_rank)
+    kind: Literal["cpu", "cuda"] = "cuda" if where.type == "cuda" else "cpu"
+    hf_config = AutoConfig.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    with ExitStack() as stack:
+        transport = SharedMemoryTransport()
+        stack.callback(transport.close)
+        rollouts = sinks = None
+        if environment.rank == 0:
+            rollouts = RolloutDriver(config, device=kind)
+            stack.callback(rollouts.close)
+            rollouts.start()
+            sinks = Sinks.open(config)
+            stack.callback(sinks.close)
+        parallel = join_ranks(config, environment)
+        stack.callback(parallel.destroy)
+        policy = Policy.build(config, hf_config, parallel)
+        load_hf_weights(policy.chunks, hf_config, config.model.path, parallel)
+        policy.weights_loaded()
+        if rollouts is not None:
+            rollouts.wait_ready()
+        yield Trainer(config, hf_config, parallel, policy, transport, rollouts, sinks)
+
+
+def join_ranks(config: RunConfig, environment: LaunchEnv) -> ParallelContext:
+    """Meet the other ranks and cut the process groups. Every rank calls it once."""
+    init_process_group(
+        environment,
+        timeout=timedelta(seconds=config.parallel.timeout_seconds),
+        backend=device.backend(),
+    )
+    return ParallelContext.create(config.parallel, seed=config.seed)
