@@ -128,6 +128,7 @@ _CHARACTERS = str.maketrans(
 )
 _WRAPPER = re.compile(
     r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|textrm|mbox|boxed|fbox) ?\{([^{}]*)\}"
+    r"(\^(?:[23]|\{[23]\}))?"
 )
 _THIN_THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[,;:! ]|~)(?=[0-9]{3}(?![0-9]))")
 _DROPPED = re.compile(
@@ -156,6 +157,7 @@ _NOT_UNITS = frozenset(
         *("hundred", "thousand", "million", "billion", "dozen"),
     ]
 )
+_SHORT_UNITS = frozenset("mgsL")
 _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
 
 
@@ -167,6 +169,8 @@ def parse_number(text: str) -> Fraction | None:
     """
     if len(text) > LONGEST_ANSWER:
         return None
+    if text.isascii() and text.removeprefix("-").isdecimal():
+        return Fraction(int(text))
     sides = _plain(text).split("=")
     for chosen in (len(sides) - 1, 0):
         number = _number(sides[chosen].strip(" _'\"").rstrip(".,;:! "))
@@ -193,10 +197,13 @@ def _plain(text: str) -> str:
 
 
 def _unwrap(wrapper: re.Match[str]) -> str:
-    r"""Content of \text{...}; a bare unit goes away, digits and joining words stay."""
-    content = wrapper.group(1)
-    is_unit = content.replace(" ", "").isalpha() and _NOT_UNITS.isdisjoint(content.split())
-    return " " if is_unit else f" {content} "
+    r"""Content of \text{...}; a unit goes away (\text{cm}^2), numbers and joining words stay."""
+    content, exponent = wrapper.group(1), wrapper.group(2) or ""
+    words = content.split()
+    is_unit = "".join(words).isalpha() and _NOT_UNITS.isdisjoint(words)
+    if is_unit and all(len(word) > 1 or word in _SHORT_UNITS for word in words):
+        return " "
+    return f" {content} {exponent}"
 
 
 def _number(text: str) -> Fraction | None:

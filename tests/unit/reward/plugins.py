@@ -1,0 +1,36 @@
+"""Reward functions that the tests of plug-ins name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_dapo.reward.plugin import RewardMeta
+
+
+def echo(prompt: str, response: str, answer: str, meta: RewardMeta) -> float:
+    return float(response)
+
+
+def parts(prompt: str, response: str, answer: str, meta: RewardMeta) -> Mapping[str, float]:
+    return {"accuracy": float(response == answer), "form": 0.25, "brief": -0.5}
+
+
+def only_accuracy(prompt: str, response: str, answer: str, meta: RewardMeta) -> dict[str, float]:
+    return {"accuracy": float(response == answer)}
+
+
+def describe(prompt: str, response: str, answer: str, meta: RewardMeta) -> float:
+    assert (prompt, response, answer) == ("p text", "r text", "7")
+    assert meta == RewardMeta("p1", "unit", 3, 2, 10, "stop")
+    return 1.0
+
+
+def too_few(prompt: str) -> float:
+    return 0.0
+
+
+async def later(prompt: str, response: str, answer: str, meta: RewardMeta) -> float:
+    return 0.0
+
+
+number = 3
