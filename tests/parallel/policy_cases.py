@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megatron_dapo.batch.packing import pack_update, pad_multiple
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.policy import Policy, UpdateResult
 from megatron_dapo.types import MicroBatch, RolloutBatch
+from tests.tiny_models import tiny_model
 
 RESPONSES = 8
 LR, EPS = 0.1, 0.1
@@ -52,15 +53,37 @@ def run_config(
     )
 
 
+def model_of(family: str) -> PreTrainedModel:
+    """A tiny fp32 model whose padding token is like any other; llama is Qwen2 without biases."""
+    model = tiny_model("qwen2" if family == "llama" else family)
+    if family == "llama":
+        model = _as_llama(model)
+    embedding = model.get_input_embeddings()
+    embedding.padding_idx = None  # transformers neither fills nor trains that row otherwise
+    with torch.no_grad():
+        embedding.weight[0] = embedding.weight[1:].mean(0) + embedding.weight[1]
+    return model
+
+
+def _as_llama(qwen: PreTrainedModel) -> PreTrainedModel:
+    fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    heads = ("num_attention_heads", "num_key_value_heads", "max_position_embeddings")
+    model = LlamaForCausalLM(
+        LlamaConfig(**{name: getattr(qwen.config, name) for name in fields + heads})
+    )
+    weights = qwen.state_dict()
+    model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    return model.float().eval()
+
+
 def rollout_batch(vocab_size: int, *, responses: int = RESPONSES) -> RolloutBatch:
     """Random prompts and responses of unequal lengths, two responses a group, one not trained."""
     generator = torch.Generator().manual_seed(7)
     prompts = torch.randint(3, 9, (responses,), generator=generator)
     answers = torch.randint(2, 14, (responses,), generator=generator)
-    # Without token 0: transformers never trains the embedding row of pad_token_id.
-    tokens = torch.randint(1, vocab_size, (int((prompts + answers).sum()),), generator=generator)
+    tokens = torch.randint(0, vocab_size, (int((prompts + answers).sum()),), generator=generator)
     trained = torch.ones(responses, dtype=torch.bool)
-    trained[1] = False
+    trained[1:2] = False
     return RolloutBatch(
         tokens=tokens,
         prompt_tokens=prompts,

@@ -1,0 +1,262 @@
+"""What an update does beside the plain case: bad gradients, BF16, KL, MoE auxiliary losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from megatron_dapo.batch.packing import pack_update, pad_multiple
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.observability.metrics import reduce_bags
+from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.policy.policy import POLICY_METRICS, Policy
+from megatron_dapo.types import MicroBatch, RolloutBatch
+from tests.parallel.policy_cases import (
+    build_policy,
+    drift,
+    hf_parts,
+    model_of,
+    pack,
+    reference_update,
+    rollout_batch,
+    run_config,
+    update_loss,
+)
+from tests.ranks import run_ranks
+
+AUX, Z = 0.5, 0.1
+
+
+def _walk(rank: int, world: int, checks: tuple[Callable[..., None], ...]) -> None:
+    for check in checks:
+        check(world)
+
+
+def _scored(
+    policy: Policy, batch: RolloutBatch, config: RunConfig, micro_batches: int = 2
+) -> list[MicroBatch]:
+    """Micro-batches of this rank, ready for an update off the old policy."""
+    packs, _ = policy.logprobs(pack(batch, config, policy.parallel, micro_batches))
+    return [drift(p) for p in packs] if policy.parallel.is_last_stage else packs
+
+
+def _weights(policy: Policy) -> list[Tensor]:
+    return [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
+
+
+def _same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _bad_gradients_leave_no_trace(world: int) -> None:
+    layouts = [{"data": 2}, {"data": 2, "distributed_optimizer": False}, {"tensor": 2}]
+    for layout in [*layouts, {"pipeline": 2}]:
+        config = run_config(**layout)
+        parallel = ParallelContext.create(config.parallel, seed=3)
+        model = model_of("qwen3")
+        policy = build_policy(config, model, parallel)
+        good = _scored(policy, rollout_batch(512), config)
+        before = _weights(policy)
+        for value in (math.nan, math.inf):
+            bad = [m.replace(advantages=m.advantages.clone()) for m in good]
+            if parallel.dp_rank == parallel.dp_size - 1:  # one data rank alone is poisoned
+                bad[0].advantages[bad[0].loss_mask] = value
+            result = policy.update(bad)
+            assert result.skipped and not math.isfinite(result.grad_norm), layout
+            assert _same(before, _weights(policy)), f"{layout}: a skipped update moved weights"
+            values = reduce_bags(result.metrics, POLICY_METRICS, parallel.control_group).values()
+            assert values["actor/skipped_steps"] == 1 and "actor/grad_norm" not in values
+        policy.update(good)
+        fresh = build_policy(config, model, parallel)
+        fresh.update(good)
+        assert _same(_weights(policy), _weights(fresh)), f"{layout}: a skipped update left a trace"
+        parallel.destroy()
+
+
+def _nothing_to_train_is_no_update(world: int) -> None:
+    config = run_config(data=world)
+    parallel = ParallelContext.create(config.parallel, seed=3)
+    policy = build_policy(config, model_of("qwen2"), parallel)
+    packs = _scored(policy, rollout_batch(512), config)
+    before = _weights(policy)
+    result = policy.update([m.replace(loss_mask=torch.zeros_like(m.loss_mask)) for m in packs])
+    assert result.skipped and result.grad_norm == 0.0
+    assert _same(before, _weights(policy))
+    parallel.destroy()
+
+
+def _unequal_micro_batches_are_refused(world: int) -> None:
+    config = run_config(data=world)
+    parallel = ParallelContext.create(config.parallel, seed=3)
+    policy = build_policy(config, model_of("qwen2"), parallel)
+    packs = pack(rollout_batch(512), config, parallel, 2)
+    with pytest.raises(ValueError, match="equally many"):
+        policy.logprobs(packs[: 1 + parallel.dp_rank])
+    parallel.destroy()
+
+
+def _bf16_keeps_fp32_masters(world: int) -> None:
+    """A step far below BF16's resolution is lost in the weights, and kept in the masters."""
+    for layout in ({"data": 2}, {"tensor": 2}, {"data": 2, "distributed_optimizer": False}):
+        config = run_config(dtype="bfloat16", **layout)
+        parallel = ParallelContext.create(config.parallel, seed=3)
+        model = model_of("qwen3")
+        policy = build_policy(config, model, parallel)
+        packs = _scored(policy, rollout_batch(512), config)
+        result = policy.update(packs)
+        loss, norm = reference_update(model, rollout_batch(512), config)
+        assert update_loss(policy, result) == pytest.approx(loss, rel=0.1), layout
+        assert result.grad_norm == pytest.approx(norm, rel=0.1), layout
+        masters = [p for group in policy.optimizer.param_groups for p in group["params"]]
+        assert masters and all(p.dtype == torch.float32 for p in masters), layout
+        assert all(p.dtype == torch.bfloat16 for p in _weights(policy)), layout
+        parallel.destroy()
+
+
+def _reference_policy_stays_the_start(world: int) -> None:
+    for layout in ({"data": 2}, {"pipeline": 2}):
+        config = run_config(loss={"kl_coef": 0.5}, **layout)
+        parallel = ParallelContext.create(config.parallel, seed=3)
+        policy = build_policy(config, model_of("qwen3"), parallel)
+        packs = pack(rollout_batch(512), config, parallel, 2)
+        first, _ = policy.logprobs(packs)
+        policy.update(first)
+        moved = _weights(policy)
+        second, _ = policy.logprobs(packs)
+        assert _same(moved, _weights(policy)), "scoring the reference changed the policy"
+        if parallel.is_last_stage:
+            for a, b in zip(first, second, strict=True):
+                assert a.old_logprobs is not None and a.reference_logprobs is not None
+                assert b.old_logprobs is not None and b.reference_logprobs is not None
+                assert torch.equal(a.reference_logprobs, a.old_logprobs)
+                assert torch.equal(b.reference_logprobs, a.reference_logprobs)
+                if a.num_sequences:
+                    assert not torch.equal(b.old_logprobs, a.old_logprobs)
+        values = reduce_bags(
+            policy.update(second).metrics, POLICY_METRICS, parallel.control_group
+        ).values()
+        assert values["actor/kl_loss"] > 0
+        parallel.destroy()
+
+
+def _metrics_count_each_token_once(world: int) -> None:
+    batch = rollout_batch(512)
+    seen: list[dict[str, float]] = []
+    for layout in ({"data": 2}, {"tensor": 2}, {"context": 2}, {"pipeline": 2}):
+        config = run_config(**layout)
+        parallel = ParallelContext.create(config.parallel, seed=3)
+        policy = build_policy(config, model_of("qwen3"), parallel)
+        scored, bag = policy.logprobs(pack(batch, config, parallel, 2))
+        bag.update(policy.update(scored).metrics.metrics)
+        reduced = reduce_bags(bag, POLICY_METRICS, parallel.control_group)
+        count = float(reduced.metrics["training/rollout_probs_diff_mean"].count)
+        assert count == int(batch.response_tokens[batch.trained].sum()), layout
+        seen.append(reduced.values())
+        parallel.destroy()
+    assert set(seen[0]) >= {"actor/entropy", "actor/lr", "actor/grad_norm", "training/rollout_kl"}
+    for values in seen[1:]:
+        assert values == pytest.approx(seen[0], rel=1e-4, abs=1e-6)
+
+
+def _aux_losses_weigh_what_the_config_says(world: int) -> None:
+    layouts: list[dict[str, object]] = [{}]
+    if world == 2:
+        layouts = [
+            {"data": 2, "expert": 2},
+            {"tensor": 2, "expert": 2},
+            {"tensor": 2, "expert_tensor": 2},
+            {"context": 2},
+            {"pipeline": 2},
+        ]
+    for layout in layouts:
+        for loss in ({}, {"aggregation": "sequence_mean"}):
+            config = run_config(
+                moe={"aux_loss_coef": AUX, "z_loss_coef": Z},
+                loss=loss,
+                clip_grad=1e9,
+                distributed_optimizer=False,
+                **layout,
+            )
+            _check_aux_gradient(config)
+
+
+def _check_aux_gradient(config: RunConfig) -> None:
+    """With zero advantages the whole gradient is that of the auxiliary losses."""
+    parallel = ParallelContext.create(config.parallel, seed=3)
+    model = model_of("qwen3_moe")
+    batch = rollout_batch(512)
+    policy = build_policy(config, model, parallel)
+    scored = _scored(policy, batch, config)
+    policy.update([m.replace(advantages=torch.zeros_like(m.advantages)) for m in scored])
+    gradients = [p.main_grad.clone() for p, _ in hf_parts(policy, model)]  # type: ignore[attr-defined]
+    _backward_aux_losses(model, batch, config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            grad = parameter.grad
+            parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
+    for gradient, (_, expected) in zip(gradients, hf_parts(policy, model), strict=True):
+        error = (gradient[: expected.shape[0]] - expected).abs().max()
+        assert error <= 1e-4 * expected.abs().max(), f"{config.parallel}: {tuple(gradient.shape)}"
+    parallel.destroy()
+
+
+def _backward_aux_losses(model: PreTrainedModel, batch: RolloutBatch, config: RunConfig) -> None:
+    """Gradient of mean over all micro-batches of (AUX * balance + Z * z) summed over layers."""
+    layout = config.parallel
+    packs = [
+        micro_batch
+        for rank in range(layout.data)
+        for micro_batch in pack_update(
+            batch,
+            torch.arange(batch.num_responses),
+            dp_rank=rank,
+            dp_size=layout.data,
+            tokens_per_micro_batch=256,
+            pad_multiple=pad_multiple(
+                layout.tensor, layout.context, layout.uses_sequence_parallel, "none"
+            ),
+            min_micro_batches=2,
+            cp_size=layout.context,
+        )
+    ]
+    layers = model.model.layers
+    inputs: list[list[Tensor]] = [[] for _ in layers]
+    for layer, seen in zip(layers, inputs, strict=True):
+        layer.mlp.gate.register_forward_pre_hook(
+            lambda _module, args, seen=seen: seen.append(args[0].flatten(0, -2))
+        )
+    for micro_batch in packs:
+        for seen in inputs:
+            seen.clear()
+        for tokens in micro_batch.tokens.split(micro_batch.cu_seqlens.diff().tolist()):
+            model(tokens[None])
+        total = torch.zeros(())
+        for layer, seen in zip(layers, inputs, strict=True):
+            logits = torch.cat(seen) @ layer.mlp.gate.weight.T
+            experts, chosen = logits.shape[1], logits.topk(2).indices
+            share = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
+            balance = experts * (share * logits.softmax(-1).mean(0)).sum()
+            total = total + AUX * balance + Z * logits.logsumexp(-1).square().mean()
+        (total / len(packs)).backward()
+
+
+def test_updates_on_one_rank() -> None:
+    run_ranks(1, _walk, (_aux_losses_weigh_what_the_config_says,))
+
+
+def test_updates_on_two_ranks() -> None:
+    checks = (
+        _bad_gradients_leave_no_trace,
+        _nothing_to_train_is_no_update,
+        _unequal_micro_batches_are_refused,
+        _bf16_keeps_fp32_masters,
+        _reference_policy_stays_the_start,
+        _metrics_count_each_token_once,
+        _aux_losses_weigh_what_the_config_says,
+    )
+    run_ranks(2, _walk, checks)
