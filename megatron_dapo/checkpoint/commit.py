@@ -26,11 +26,14 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 
 class FileRecord(TypedDict):
+    """What the manifest says of one file."""
+
     bytes: int
     sha256: str
 
 
 def step_folder(folder: Path, step: int) -> Path:
+    """Where the committed checkpoint of `step` lies."""
     return folder / f"step_{step:08d}"
 
 

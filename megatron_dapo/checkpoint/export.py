@@ -34,6 +34,8 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class ExportCheck:
+    """Verdict on the names of an exported folder."""
+
     ok: bool
     names: tuple[str, ...]
     """Files and tensors that are missing."""
@@ -78,7 +80,7 @@ def write_hf_folder(
         source_folder: gives config.json, generation_config.json, tokenizer and chat template.
         expected: names of all tensors that the folder must hold.
         dtype: of the tensors; stated in config.json.
-        tokenizer_folder: tokenizer files from here instead.
+        tokenizer_folder: tokenizer files from here instead, or one SentencePiece .model file.
         max_shard_bytes: most tensor bytes in one file.
         overwrite: replace an existing folder instead of refusing it.
 
@@ -97,7 +99,10 @@ def write_hf_folder(
     weight_map = _write_shards(stream, unfinished, max_shard_bytes)
     _write_config(source_folder / "config.json", unfinished / "config.json", dtype)
     _copy_files(source_folder, unfinished, MODEL_FILES)
-    _copy_files(tokenizer_folder or source_folder, unfinished, TOKENIZER_FILES)
+    if tokenizer_folder is not None and tokenizer_folder.is_file():
+        shutil.copyfile(tokenizer_folder, unfinished / "tokenizer.model")
+    else:
+        _copy_files(tokenizer_folder or source_folder, unfinished, TOKENIZER_FILES)
     _verify(unfinished, weight_map, expected)
     record_files(unfinished, list_files(unfinished))
     sync_directory(unfinished)

@@ -184,6 +184,8 @@ FAMILIES: Mapping[str, tuple[Rule, ...]] = {
 
 @dataclass(frozen=True)
 class HfTensor:
+    """One tensor of a Hugging Face folder."""
+
     name: str
     shape: tuple[int, ...]
 
@@ -241,6 +243,7 @@ class Family:
         return rule.condition not in ("tied", "untied") or (rule.condition == "tied") == self.tied
 
     def entry(self, rule: Rule, layer: int | None, expert: int | None) -> Entry:
+        """`rule` at one layer and expert, with names and shapes filled in."""
         tensors = tuple(
             HfTensor(
                 name.format(layer=layer, expert=expert),

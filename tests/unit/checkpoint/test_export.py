@@ -122,18 +122,20 @@ def test_an_existing_folder_is_replaced_only_on_request(source: Path, tmp_path: 
     assert (out / "model.safetensors").is_file()
 
 
-def test_tokenizer_files_may_come_from_another_folder(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_file", [False, True])
+def test_the_tokenizer_may_come_from_elsewhere(source: Path, tmp_path: Path, is_file: bool) -> None:
     tensors = weights(source, torch.float32)
-    tokenizer = tmp_path / "tokenizer"
+    tokenizer = tmp_path / "elsewhere"
     tokenizer.mkdir()
-    (tokenizer / "tokenizer.model").write_text("pieces")
+    model_file = tokenizer / ("pieces.model" if is_file else "tokenizer.model")
+    model_file.write_text("pieces")
     write_hf_folder(
         iter(tensors.items()),
         source,
         tmp_path / "out",
         expected=tensors.keys(),
         dtype=torch.float32,
-        tokenizer_folder=tokenizer,
+        tokenizer_folder=model_file if is_file else tokenizer,
     )
-    assert (tmp_path / "out" / "tokenizer.model").is_file()
+    assert (tmp_path / "out" / "tokenizer.model").read_text() == "pieces"
     assert not (tmp_path / "out" / "tokenizer.json").exists()

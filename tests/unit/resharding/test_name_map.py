@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import transformers
@@ -97,6 +99,43 @@ def test_names_and_shapes_are_those_that_transformers_saves(family: str, tmp_pat
     model.save_pretrained(tmp_path)
     saved = {n: tuple(t.shape) for n, t in load_file(tmp_path / "model.safetensors").items()}
     assert family_for(model.config).hf_tensors == saved
+
+
+PUBLISHED = {
+    "Qwen2.5-32B": (
+        transformers.Qwen2Config(
+            num_hidden_layers=64,
+            hidden_size=5120,
+            intermediate_size=27648,
+            num_attention_heads=40,
+            num_key_value_heads=8,
+            vocab_size=152064,
+            tie_word_embeddings=False,
+        ),
+        32_763_876_352,
+    ),
+    "Qwen3-30B-A3B": (
+        transformers.Qwen3MoeConfig(
+            num_hidden_layers=48,
+            hidden_size=2048,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+            tie_word_embeddings=False,
+        ),
+        30_532_122_624,
+    ),
+}
+"""Configuration and parameter count of models on the hub."""
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_the_table_accounts_for_every_parameter_of_published_models(name: str) -> None:
+    config, parameters = PUBLISHED[name]
+    assert sum(math.prod(s) for s in family_for(config).hf_tensors.values()) == parameters
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
