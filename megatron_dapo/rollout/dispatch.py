@@ -41,7 +41,7 @@ class Dispatcher:
             EngineUnavailable: no engine answers any more.
         """
         async with self._slots:
-            while True:
+            while self._load:
                 chosen = min(self._load, key=self._load.__getitem__)
                 self._load[chosen] += 1
                 try:
@@ -51,15 +51,12 @@ class Dispatcher:
                 finally:
                     if chosen in self._load:
                         self._load[chosen] -= 1
+            raise EngineUnavailable(f"all {len(self._engines)} rollout engines are lost")
 
     def _drop(self, engine: int, error: EngineUnavailable) -> None:
         lost = self._load.pop(engine, None)
         if lost is not None:
-            logger.error(
-                "engine %d is lost, %d of its requests go to others: %s", engine, lost, error
-            )
-        if not self._load:
-            raise EngineUnavailable(f"all {len(self._engines)} rollout engines are lost") from error
+            logger.error("engine %d is lost, its %d requests go elsewhere: %s", engine, lost, error)
 
 
 async def gather_or_cancel(work: Sequence[Coroutine[object, object, ResultT]]) -> list[ResultT]:

@@ -26,6 +26,8 @@ WATCHED = STOP_SIGNALS | {signal.SIGCHLD, PARENT_DIED}
 ORPHANS_FILE = "remove_when_orphaned"
 """In the scratch directory: directories of the trainer that go only if it died, one a line."""
 POLL_SECONDS = 1.0
+LEFT_BEHIND_SECONDS = 2.0
+"""What other processes of the session get once the server itself has ended."""
 SHARED_MEMORY = Path("/dev/shm")
 SCRATCH_PREFIXES = ("psm_", "torch_", "sem.")
 """Names that Python and torch give to shared memory; files of other programs are left alone."""
@@ -85,6 +87,8 @@ def _end_session(server: subprocess.Popen[bytes], grace_seconds: float) -> None:
     while _session_members() and time.monotonic() < deadline:
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
         _reap(server)
+        if server.returncode is not None:
+            deadline = min(deadline, time.monotonic() + LEFT_BEHIND_SECONDS)
     while members := _session_members():
         for pid in members:
             with contextlib.suppress(ProcessLookupError):

@@ -29,6 +29,8 @@ ORPHANS_FILE = "remove_when_orphaned"
 LONGEST_SOCKET_PATH = 107
 """Bytes of sun_path, without the closing zero."""
 LOG_TAIL_LINES = 30
+GRACE_SECONDS = 10.0
+"""What a server gets to end by itself; vLLM needs about one."""
 POLL_SECONDS = 0.25
 
 
@@ -114,7 +116,7 @@ class VllmServer:
                 time.sleep(POLL_SECONDS)
         logger.info("%s is ready", self.name)
 
-    def stop(self, *, grace_seconds: float = 20.0) -> None:
+    def stop(self) -> None:
         """End the server's processes and remove its files; does nothing when already stopped."""
         if self._guardian is None or os.getpid() != self._owner:
             return
@@ -123,7 +125,7 @@ class VllmServer:
         if guardian.poll() is None:
             guardian.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                guardian.wait(grace_seconds)
+                guardian.wait(2 * GRACE_SECONDS)
         kill_session(guardian.pid)
         guardian.wait()
         if self._scratch is not None:
@@ -145,7 +147,7 @@ class VllmServer:
 
     def _guardian_command(self) -> list[str]:
         command = [sys.executable, "-P", str(GUARDIAN), "--parent", str(os.getpid())]
-        command += ["--scratch", str(self._scratch)]
+        command += ["--scratch", str(self._scratch), "--grace-seconds", str(GRACE_SECONDS)]
         return [*command, "--", *server_command(self.options, self._socket())]
 
     def _socket(self) -> Path:

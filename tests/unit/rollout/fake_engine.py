@@ -1,0 +1,77 @@
+"""An engine without a model: answers are a pure function of the request."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megatron_dapo.rollout.engine import EngineUnavailable, GenerationRequest, GenerationResult
+from megatron_dapo.types import FinishReason, Prompt, Response, Reward
+
+RIGHT, WRONG, STOP = 7, 8, 2
+
+
+@dataclass
+class FakeEngine:
+    """Answers right with the probability that the prompt's first token names, in percent."""
+
+    version: int = 0
+    dies_after: int | None = None
+    finish: Callable[[GenerationRequest], FinishReason] = lambda request: "stop"
+    seconds: Callable[[GenerationRequest], float] = lambda request: 0.0
+    requests: list[GenerationRequest] = field(default_factory=list)
+    running: int = 0
+    most_running: int = 0
+
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        if self.dies_after is not None and len(self.requests) >= self.dies_after:
+            raise EngineUnavailable("dead")
+        self.requests.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(self.seconds(request))
+        self.running -= 1
+        draw = random.Random(request.seed)
+        right = draw.random() * 100 < request.prompt_token_ids[0]
+        filler = [draw.randrange(10, 100) for _ in range(draw.randrange(8))]
+        tokens = (*filler, RIGHT if right else WRONG, STOP)
+        finish = self.finish(request)
+        if finish == "abort":
+            tokens = tokens[:1]
+        return GenerationResult(tokens, tuple(-0.5 for _ in tokens), finish, self.version)
+
+    async def update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
+        self.version = policy_version
+
+    async def close(self) -> None:
+        pass
+
+
+def grade(prompt: Prompt, response: Response) -> Reward:
+    accuracy = float(RIGHT in response.token_ids)
+    length = len(response.token_ids)
+    return Reward(accuracy, 2 * accuracy - 1, overlong=-length / 100, parts={"tokens": length})
+
+
+def decode(token_ids: object) -> str:
+    return " ".join(map(str, token_ids))  # type: ignore[call-overload]
+
+
+@dataclass
+class Source:
+    """Prompts whose difficulty goes round; remembers how many were asked for."""
+
+    percents: tuple[int, ...]
+    asked: list[int] = field(default_factory=list)
+    given: int = 0
+
+    def take(self, count: int) -> list[Prompt]:
+        self.asked.append(count)
+        prompts = []
+        for _ in range(count):
+            percent = self.percents[self.given % len(self.percents)]
+            prompts.append(Prompt(f"p{self.given}", "", (percent, 5, self.given), "1"))
+            self.given += 1
+        return prompts

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.rollout.server_options import (
+    CPU_MEMORY_FRACTION,
+    server_command,
+    server_environment,
+    server_options,
+)
+
+
+def config(**rollout: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run_dir": "/runs/a",
+            "seed": 7,
+            "model": {"path": "/models/tiny", "dtype": "bfloat16"},
+            "data": {"train": "/data/train.jsonl", "max_prompt_tokens": 100},
+            "rollout": {"max_response_tokens": 400, **rollout},
+        }
+    )
+
+
+def flag(command: list[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def test_the_command_is_the_stock_server_on_a_unix_socket() -> None:
+    command = server_command(server_options(config(), 1, device="cpu"), Path("/s/http"))
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert flag(command, "--uds") == "/s/http"
+    assert not {"--host", "--port"} & set(command)
+    assert flag(command, "--logprobs-mode") == "processed_logprobs"
+    assert flag(command, "--max-model-len") == "500"
+    assert flag(command, "--dtype") == "bfloat16"
+    assert flag(command, "--weight-transfer-config") == '{"backend": "megatron_dapo"}'
+    assert "--enforce-eager" in command
+    assert "--trust-remote-code" not in command
+
+
+def test_replicas_have_different_seeds_and_log_files() -> None:
+    options = [server_options(config(), index, device="cpu") for index in range(3)]
+    assert [o.seed for o in options] == [7, 8, 9]
+    assert options[2].log_file == Path("/runs/a/logs/rollout_engine_2.log")
+
+
+def test_configured_limits_reach_the_command() -> None:
+    options = server_options(
+        config(max_engine_tokens=450, engine_dtype="float32", engine_tensor=2, logprobs="raw"),
+        0,
+        device="cpu",
+    )
+    command = server_command(options, Path("/s/http"))
+    assert flag(command, "--max-model-len") == "450"
+    assert flag(command, "--dtype") == "float32"
+    assert flag(command, "--tensor-parallel-size") == "2"
+    assert flag(command, "--logprobs-mode") == "raw_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("device", "placement", "sleeps"),
+    [("cpu", "colocated", False), ("cuda", "colocated", True), ("cuda", "disaggregated", False)],
+)
+def test_only_colocated_engines_on_gpu_can_sleep(device, placement, sleeps) -> None:
+    options = server_options(config(placement=placement), 0, device=device)
+    command = server_command(options, Path("/s/http"))
+    assert ("--enable-sleep-mode" in command) == options.sleep_mode == sleeps
+    expected = 0.85 if device == "cuda" else CPU_MEMORY_FRACTION
+    assert flag(command, "--gpu-memory-utilization") == str(expected)
+
+
+def test_the_environment_keeps_launcher_secrets_and_unsafe_switches_out() -> None:
+    inherited = {
+        "PATH": "/bin",
+        "RANK": "3",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "node0",
+        "TORCHELASTIC_RUN_ID": "x",
+        "SLURM_PROCID": "3",
+        "WANDB_API_KEY": "canary",
+        "HF_TOKEN": "canary",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+        "VLLM_HOST_IP": "10.0.0.1",
+    }
+    options = server_options(config(), 0, device="cpu")
+    environment = server_environment(options, Path("/s"), inherited)
+    assert environment["PATH"] == "/bin"
+    assert set(inherited) & set(environment) == {"PATH", "VLLM_HOST_IP"}
+    assert environment["VLLM_HOST_IP"] == "127.0.0.1"
+    assert environment["GLOO_SOCKET_IFNAME"] == "lo"
+    assert environment["TMPDIR"] == "/s"
+    assert environment["VLLM_PLUGINS"] == "megatron_dapo"
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_a_gpu_engine_sees_its_own_devices_only() -> None:
+    options = server_options(config(), 0, device="cuda", visible_devices=(4, 5))
+    environment = server_environment(options, Path("/s"), {"CUDA_VISIBLE_DEVICES": "0,1"})
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in environment
