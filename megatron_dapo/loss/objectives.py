@@ -36,6 +36,25 @@ class TokenInputs:
         zeroed = {k: None if t is None else torch.where(mask, t, 0.0) for k, t in tensors.items()}
         return cls(mask=mask, **zeroed)  # type: ignore[arg-type]
 
+    def block(self, rows: slice, logprobs: Tensor, entropy: Tensor) -> TokenInputs:
+        """These rows, with their log-probs and entropy taken from the arguments, masked."""
+        mask = self.mask[rows]
+        optional = {
+            name: None if tensor is None else tensor[rows]
+            for name, tensor in (
+                ("rollout_logprobs", self.rollout_logprobs),
+                ("reference_logprobs", self.reference_logprobs),
+            )
+        }
+        return TokenInputs(
+            mask=mask,
+            logprobs=torch.where(mask, logprobs, 0.0),
+            old_logprobs=self.old_logprobs[rows],
+            advantages=self.advantages[rows],
+            entropy=torch.where(mask, entropy, 0.0),
+            **optional,
+        )
+
     @property
     def log_ratio(self) -> Tensor:
         """log(pi / pi_old) of each token, carries gradient."""

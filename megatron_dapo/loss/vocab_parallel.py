@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_dapo.loss.shards import (
-    Scratch,
-    VocabShard,
-    block_rows,
-    block_statistics,
-    check_labels,
-    compute_dtype,
-    merge_statistics,
-    row_gradient,
-    write_gradient,
-)
+from megatron_dapo.loss.shards import RowVisitor, VocabShard
 
 
 def vocab_parallel_logprobs(
@@ -63,94 +53,45 @@ def vocab_parallel_logprobs(
             f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: need "
             "[tokens, vocab / tp] and [tokens]; flatten [seq, batch] first"
         )
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature={temperature}: need > 0; greedy sampling has no log-probs to train on"
-        )
     shard = VocabShard.of(logits.shape[1], tp_group, real_vocab_size)
-    check_labels(targets, shard)
-    rows = block_rows(targets.numel(), logits.shape[1], logits.device, chunk_tokens)
-    options = _Options(shard, temperature, with_entropy, rows, inplace_backward)
-    logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, options)
+    shard.check_labels(targets)
+    visitor = RowVisitor(
+        shard, temperature=temperature, with_entropy=with_entropy, chunk_tokens=chunk_tokens
+    )
+    logprobs, entropy = _VocabParallelLogprobs.apply(logits, targets, visitor, inplace_backward)
     return logprobs, entropy
 
 
-class _Options(NamedTuple):
-    shard: VocabShard
-    temperature: float
-    with_entropy: bool
-    rows: int
-    inplace: bool
-
-
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """The visits over row blocks; see `vocab_parallel_logprobs`."""
+    """Two visits; see `vocab_parallel_logprobs`."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, options: _Options
+        ctx: Any, logits: Tensor, targets: Tensor, visitor: RowVisitor, inplace: bool
     ) -> tuple[Tensor, Tensor | None]:
-        shard, rows, tokens = options.shard, options.rows, targets.numel()
-        scratch = Scratch(rows, shard.columns, logits)
-        local = logits.new_empty((4, tokens), dtype=compute_dtype(logits.dtype))
-        for start in range(0, tokens, rows):
-            block = slice(start, start + rows)
-            local[:, block] = block_statistics(
-                logits[block],
-                targets[block],
-                shard,
-                temperature=options.temperature,
-                with_entropy=options.with_entropy,
-                scratch=scratch,
-            )
-        merged = merge_statistics(
-            local,
-            targets,
-            shard,
-            temperature=options.temperature,
-            with_entropy=options.with_entropy,
-        )
-        ctx.options = options
+        rows = visitor.merge(visitor.statistics(logits, targets), targets)
+        ctx.visitor, ctx.inplace = visitor, inplace
         ctx.set_materialize_grads(False)
-        entropy = () if merged.entropy is None else (merged.entropy,)
-        ctx.save_for_backward(logits, targets, merged.peak, merged.sumexp, *entropy)
-        return merged.logprobs, merged.entropy
+        ctx.save_for_backward(logits, targets, rows.peak, rows.sumexp, rows.entropy)
+        visitor.release()
+        return rows.logprobs, rows.entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, None, None, None]:
         if grad_logprobs is None and grad_entropy is None:
-            return None, None, None
-        logits, targets, peak, sumexp, *entropy = ctx.saved_tensors
-        options = ctx.options
-        gradient = row_gradient(
-            targets,
-            peak,
-            sumexp,
-            entropy[0] if entropy else None,
-            grad_logprobs,
-            grad_entropy,
-            temperature=options.temperature,
-        )
-        inplace = options.inplace and _rows_are_apart(logits)
+            return None, None, None, None
+        logits, targets, *rows = ctx.saved_tensors
+        gradient = ctx.visitor.gradient(targets, *rows, grad_logprobs, grad_entropy)
+        inplace = ctx.inplace and rows_are_apart(logits)
         out = logits.detach() if inplace else torch.empty_like(logits)
-        scratch = Scratch(options.rows, options.shard.columns, logits)
-        for start in range(0, targets.numel(), options.rows):
-            block = slice(start, start + options.rows)
-            write_gradient(
-                logits[block],
-                targets[block],
-                gradient.block(block),
-                options.shard,
-                temperature=options.temperature,
-                scratch=scratch,
-                out=out[block],
-            )
-        return out, None, None
+        ctx.visitor.write_gradient(logits, targets, gradient, out=out)
+        ctx.visitor.release()
+        return out, None, None, None
 
 
-def _rows_are_apart(logits: Tensor) -> bool:
+def rows_are_apart(logits: Tensor) -> bool:
     """False for expanded or overlapping rows, which must not be overwritten."""
     return logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]
