@@ -17,6 +17,9 @@ BACKEND = "megatron_dapo"
 CPU_MEMORY_FRACTION = 0.1
 """Of RAM. On CPU the cache has its own size (`rollout.cpu_kv_cache_gib`)."""
 
+CPU_BATCHED_TOKENS = 2048
+"""Tokens of one step of an engine on CPU, unless one sequence can be longer."""
+
 _LAUNCHER_PREFIXES = ("MASTER_", "TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
 _LAUNCHER_NAMES = frozenset(
     [
@@ -104,7 +107,10 @@ def server_command(options: ServerOptions, socket: Path) -> list[str]:
         *("--disable-uvicorn-access-log", "--enable-prompt-tokens-details"),
     ]
     if options.device == "cpu":
-        command += ["--enforce-eager"]
+        # A seeded prompt that is cut between two steps ends vLLM's CPU worker.
+        whole_prompts = max(options.max_model_tokens, CPU_BATCHED_TOKENS)
+        command += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        command += ["--max-num-batched-tokens", str(whole_prompts)]
     if options.sleep_mode:
         command += ["--enable-sleep-mode"]
     if options.trust_remote_code:
