@@ -79,6 +79,12 @@ def parameter_count(shape: ModelShape) -> int:
     return shape.layers * per_layer + tables + shape.hidden
 
 
+def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
+    """Size of one checkpoint: weights, masters and both moments of every parameter."""
+    states = 8 if config.model.dtype == "float32" else 12
+    return parameter_count(shape) * (_item_bytes(config) + states)
+
+
 def plan_stage(config: RunConfig, shape: ModelShape, stage: int) -> MemoryPlan:
     """What one rank of pipeline stage `stage` holds at its peak."""
     parallel = config.parallel

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 FIRST_PORT = 20000
 LAST_PORT = 31999
@@ -28,16 +27,3 @@ def job_ports(job_id: int) -> JobPorts:
     slots = (LAST_PORT - FIRST_PORT + 1) // ports_per_job
     first = FIRST_PORT + job_id % slots * ports_per_job
     return JobPorts(*range(first, first + ports_per_job))
-
-
-def main(arguments: list[str]) -> int:
-    """Write the ports of the job id given, separated by spaces, for shell scripts."""
-    if len(arguments) != 1 or not arguments[0].isdecimal():
-        sys.stderr.write("usage: python -m megatron_dapo.planning.ports JOB_ID\n")
-        return 2
-    sys.stdout.write(" ".join(map(str, astuple(job_ports(int(arguments[0]))))) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

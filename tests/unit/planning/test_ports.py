@@ -27,12 +27,6 @@ def test_six_thousand_jobs_in_a_row_never_share_a_port() -> None:
     assert (min(every), max(every)) == (ports.FIRST_PORT, ports.LAST_PORT)
 
 
-def test_shell_scripts_read_the_ports_as_words(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ports.main(["1000123"]) == 0
-    assert capsys.readouterr().out.split() == [str(p) for p in astuple(ports.job_ports(1000123))]
-    assert ports.main(["12_3"]) == 2
-
-
 def test_a_negative_job_id_is_refused() -> None:
     with pytest.raises(ValueError, match="job id -1"):
         ports.job_ports(-1)
