@@ -50,7 +50,7 @@ def merge(a: Metric, b: Metric) -> Metric:
     if a.kind in ("mean", "sum"):
         return Metric(a.kind, a.value + b.value, a.count + b.count)
     pick = torch.maximum if a.kind == "max" else torch.minimum
-    value = pick(torch.as_tensor(a.value).double(), torch.as_tensor(b.value).double())
+    value = pick(*(torch.as_tensor(m.value, dtype=torch.float64) for m in (a, b)))
     return Metric(a.kind, value, a.count + b.count)
 
 
@@ -102,7 +102,8 @@ def reduce_bags(
     for row, name in enumerate(ordered):
         metric = bag.metrics.get(name)
         if metric is not None:
-            packed[row] = torch.tensor([1.0, float(metric.value), float(metric.count)])
+            numbers = [1.0, float(metric.value), float(metric.count)]
+            packed[row] = torch.tensor(numbers, dtype=torch.float64)
     gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, packed, group=group)
     merged = MetricBag()
