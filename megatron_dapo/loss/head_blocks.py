@@ -49,7 +49,7 @@ class HeadBlocks:
 
     def blocks(self) -> list[slice]:
         total = self._hidden.shape[0]
-        return [slice(i, min(i + self._rows, total)) for i in range(0, total, self._rows)]
+        return [slice(i, min(i + self._rows, total)) for i in range(0, max(total, 1), self._rows)]
 
     def logits(self, rows: slice) -> Tensor:
         """[rows, vocab / tp] in the dtype of the hidden states, valid until the next call."""

@@ -72,7 +72,8 @@ def policy_cross_entropy(
         weight: [vocab / tp, hidden] of the output layer, or None. Carries gradient.
         targets: [tokens] int64 token ids, or NO_LABEL (-100).
         old_logprobs, advantages: [tokens] fp32.
-        loss_mask: [tokens] bool; every other input may be NaN where it is False.
+        loss_mask: [tokens] bool; logits and other floats may be NaN where it is False (hidden
+            states may not: they are factors of the weight's gradient).
         temperature, real_vocab_size: as in `vocab_parallel_logprobs`.
         rollout_logprobs, reference_logprobs: [tokens] fp32, where the config needs them.
         token_weights: [tokens] fp32, `Ledger.token_weights`; None: 1 (aggregation = token_mean).
@@ -161,7 +162,7 @@ class _LogitsBlocks:
 
     def blocks(self) -> list[slice]:
         total = self._logits.shape[0]
-        return [slice(i, min(i + self._rows, total)) for i in range(0, total, self._rows)]
+        return [slice(i, min(i + self._rows, total)) for i in range(0, max(total, 1), self._rows)]
 
     def logits(self, rows: slice) -> Tensor:
         return self._logits[rows]

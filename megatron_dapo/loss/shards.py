@@ -98,7 +98,10 @@ class RowGradient(NamedTuple):
     target: Tensor  # added in the label's column
 
     def block(self, rows: slice) -> RowGradient:
-        return RowGradient(*(None if part is None else part[rows] for part in self))
+        slope = None if self.slope is None else self.slope[rows]
+        return RowGradient(
+            self.active[rows], self.peak[rows], self.scale[rows], slope, self.target[rows]
+        )
 
 
 class RowVisitor:
