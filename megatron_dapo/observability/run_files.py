@@ -1,0 +1,113 @@
+"""Files that tell a run's story: JSON lines that only grow, and `run.json`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+RUN_FILE = "run.json"
+
+
+def append_line(path: Path, record: Mapping[str, object]) -> None:
+    """Append `record` as one line of JSON, in one write; numbers that are not finite become null.
+
+    What a crash or a full disk left half written stays a line of its own.
+
+    Raises:
+        OSError: the file cannot be written, or not in full.
+    """
+    clean = {name: _finite(value) for name, value in record.items()}
+    text = json.dumps(clean, ensure_ascii=False, allow_nan=False)
+    line = text.encode("utf-8", errors="replace") + b"\n"
+    with path.open("a+b", buffering=0) as file:
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        written = file.write(line)
+    if written != len(line):
+        raise OSError(f"only {written} of {len(line)} bytes reached {path}")
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """Records of a file of JSON lines, in order; half-written lines are left out with a warning."""
+    records: list[dict[str, object]] = []
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                records.append(json.loads(line))
+            except ValueError:
+                logger.warning("%s: line %d is half written and left out", path, number)
+    return records
+
+
+def read_metrics(path: Path) -> dict[int, dict[str, float]]:
+    """Metrics by step, steps rising; null reads as NaN.
+
+    A run that resumed from a checkpoint repeats the steps after it. The later line counts: it
+    replaces the names it holds, and the steps after it that came before it in the file are gone.
+    """
+    steps: dict[int, dict[str, float]] = {}
+    for record in read_lines(path):
+        step = record.pop("step")
+        assert isinstance(step, int), f"{path}: step {step!r} is no whole number"
+        for later in [known for known in steps if known > step]:
+            del steps[later]
+        numbers = {name: _number(value) for name, value in record.items()}
+        steps[step] = steps.get(step, {}) | numbers
+    return steps
+
+
+def read_samples(path: Path) -> list[dict[str, object]]:
+    """Sampled responses in order of their steps; as for metrics, a repeated step replaces."""
+    kept: list[dict[str, object]] = []
+    previous: object = None
+    for record in read_lines(path):
+        step = record["step"]
+        if step != previous:
+            kept = [known for known in kept if _before(known["step"], step)]
+        kept.append(record)
+        previous = step
+    return kept
+
+
+def read_run_record(run_dir: Path) -> dict[str, str]:
+    """What run.json remembers of earlier starts of this run, such as its W&B id."""
+    path = run_dir / RUN_FILE
+    if not path.exists():
+        return {}
+    record: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+    return record
+
+
+def write_run_record(run_dir: Path, record: Mapping[str, str]) -> None:
+    """Replace run.json in one rename: a crash leaves the old one or the new one."""
+    draft = run_dir / f"{RUN_FILE}.new"
+    draft.write_text(json.dumps(dict(record), indent=1) + "\n", encoding="utf-8")
+    draft.replace(run_dir / RUN_FILE)
+
+
+def _finite(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: object) -> float:
+    if value is None:
+        return math.nan
+    assert isinstance(value, int | float), f"metric {value!r} is no number"
+    return float(value)
+
+
+def _before(step: object, other: object) -> bool:
+    assert isinstance(step, int) and isinstance(other, int), f"steps {step!r}, {other!r}"
+    return step < other

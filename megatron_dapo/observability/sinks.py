@@ -1,0 +1,277 @@
+"""Where metrics and samples go: JSON lines always, console, TensorBoard and W&B on request.
+
+Global rank 0 is the only writer. A sink that fails (full disk, missing package, no network)
+is named once in the log and counted; training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from megatron_dapo.config import RunConfig
+from megatron_dapo.config.redact import redact
+from megatron_dapo.observability.console import ConsoleSink
+from megatron_dapo.observability.report import write_report
+from megatron_dapo.observability.run_files import (
+    METRICS_FILE,
+    SAMPLES_FILE,
+    append_line,
+    read_metrics,
+    read_run_record,
+    write_run_record,
+)
+from megatron_dapo.types import Group, Response, Reward
+
+if TYPE_CHECKING:
+    import wandb
+    from torch.utils.tensorboard import SummaryWriter
+
+logger = logging.getLogger(__name__)
+
+FAILURES = (OSError, ImportError)
+"""What a sink may raise when the world around it is not as it should be."""
+
+
+class Sink(Protocol):
+    """One destination. Every method may raise one of `FAILURES`."""
+
+    name: str
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one rollout step."""
+
+    def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Record sampled responses, one flat row each."""
+
+    def close(self) -> None:
+        """Flush and let go."""
+
+
+class Sinks:
+    """All destinations of a run behind one `log`. Build it on global rank 0 only."""
+
+    def __init__(
+        self, sinks: Sequence[Sink], *, run_dir: Path, samples_per_step: int, last_step: int = -1
+    ) -> None:
+        self._sinks = list(sinks)
+        self._run_dir = run_dir
+        self._samples_per_step = samples_per_step
+        self._last_step = last_step
+        self.failures: Counter[str] = Counter()
+        """Records that a sink lost, by the sink's name."""
+
+    @classmethod
+    def open(cls, config: RunConfig) -> Sinks:
+        """The sinks that `config.logging` asks for; a run that exists already is continued."""
+        sinks = cls([], run_dir=config.run_dir, samples_per_step=config.logging.samples_per_step)
+        sinks._guard("run_dir", lambda: config.run_dir.mkdir(parents=True, exist_ok=True))
+        sinks._guard(METRICS_FILE, sinks._find_last_step)
+        sinks._sinks.append(JsonLinesSink(config.run_dir))
+        if config.logging.console:
+            sinks._sinks.append(ConsoleSink(config.training.steps))
+        if config.logging.tensorboard:
+            folder = config.run_dir / "tensorboard"
+            sinks._guard("tensorboard", lambda: sinks._sinks.append(TensorBoardSink(folder)))
+        if config.logging.wandb:
+            sinks._guard("wandb", lambda: sinks._sinks.append(WandbSink.open(config)))
+        return sinks
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step everywhere. A second call for a step adds to the first."""
+        if step < self._last_step:
+            logger.warning(
+                "step %d is logged again after step %d: the run resumed from an older checkpoint. "
+                "Readers take the later record.",
+                step,
+                self._last_step,
+            )
+        self._last_step = step
+        numbers = {name: float(value) for name, value in metrics.items()}
+        for sink in self._sinks:
+            self._guard(sink.name, partial(sink.log, step, numbers))
+
+    def log_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Send `logging.samples_per_step` responses, spread evenly over `groups`, everywhere."""
+        rows = [
+            sample_row(step, group, group.responses[member], group.rewards[member])
+            for group, member in spread(groups, self._samples_per_step)
+        ]
+        if rows:
+            for sink in self._sinks:
+                self._guard(sink.name, partial(sink.log_samples, step, rows))
+
+    def close(self) -> None:
+        """Flush everything; closing again does nothing."""
+        while self._sinks:
+            sink = self._sinks.pop()
+            self._guard(sink.name, sink.close)
+        if self.failures:
+            lost = ", ".join(f"{name} {count}" for name, count in self.failures.items())
+            logger.warning("records that could not be written: %s", lost)
+            self.failures.clear()
+
+    def finish(self) -> None:
+        """`close`, then draw the report: the end of a run that went well."""
+        self.close()
+        self._guard("report", lambda: write_report(self._run_dir))
+
+    def _find_last_step(self) -> None:
+        path = self._run_dir / METRICS_FILE
+        if path.exists():
+            self._last_step = max(read_metrics(path), default=-1)
+
+    def _guard(self, name: str, action: Callable[[], object]) -> None:
+        """Run `action`; a failure is counted, and described the first time."""
+        try:
+            action()
+        except FAILURES as error:
+            self.failures[name] += 1
+            if self.failures[name] == 1:
+                logger.warning("%s: %s. Training goes on without this record.", name, error)
+
+
+class JsonLinesSink:
+    """metrics.jsonl and samples.jsonl in the run directory: the truth of a run."""
+
+    name = "jsonl"
+
+    def __init__(self, run_dir: Path) -> None:
+        self._metrics = run_dir / METRICS_FILE
+        self._samples = run_dir / SAMPLES_FILE
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        append_line(self._metrics, {"step": step, **metrics})
+
+    def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
+        for row in rows:
+            append_line(self._samples, row)
+
+    def close(self) -> None:
+        """Every line is in the file already."""
+
+
+class TensorBoardSink:
+    """Event files. After a resume the abandoned steps are purged."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._folder = folder
+        self._writer_type = SummaryWriter
+        self._writer: SummaryWriter | None = None
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            self._writer = self._writer_type(str(self._folder), purge_step=step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Samples are in samples.jsonl."""
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbSink:
+    """A W&B run that keeps its id in run.json, so that a resumed run goes on in the same one.
+
+    Steps are a metric of their own: W&B refuses steps that go back, a resumed run needs them.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run: wandb.Run) -> None:
+        self._run = run
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+
+    @classmethod
+    def open(cls, config: RunConfig) -> WandbSink:
+        """Start or continue the run. The key comes from the environment or netrc, never from us.
+
+        Raises:
+            ImportError: wandb is not installed.
+            OSError: W&B refuses; offline runs (WANDB_MODE=offline) need no key.
+        """
+        import wandb
+
+        record = read_run_record(config.run_dir)
+        run_id = record.get("wandb_id") or secrets.token_hex(4)
+        write_run_record(config.run_dir, {**record, "wandb_id": run_id})
+        try:
+            run = wandb.init(
+                project=config.logging.wandb_project,
+                name=config.run_dir.name,
+                id=run_id,
+                resume="allow",
+                dir=config.run_dir,
+                config=redact(config.model_dump(mode="json")),
+                settings=wandb.Settings(silent=True, console="off", login_timeout=30),
+            )
+        except wandb.Error as error:
+            raise OSError(f"W&B did not start: {error}") from error
+        return cls(run)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._send({"step": step, **metrics})
+
+    def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
+        import wandb
+
+        columns = list(rows[0])
+        table = wandb.Table(columns=columns, data=[[str(row[c]) for c in columns] for row in rows])
+        self._send({"step": step, "samples": table})
+
+    def close(self) -> None:
+        self._run.finish()
+        if self._run.offline:
+            logger.info("W&B ran offline; send it with: wandb sync %s", self._run.settings.sync_dir)
+
+    def _send(self, values: Mapping[str, object]) -> None:
+        import wandb
+
+        try:
+            self._run.log(dict(values))
+        except wandb.Error as error:
+            raise OSError(f"W&B lost a record: {error}") from error
+
+
+def spread(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
+    """Up to `count` responses, as group and member, at equal distances over all of them."""
+    everyone = [(group, member) for group in groups for member in range(len(group.responses))]
+    if count == 1 or len(everyone) <= count:
+        return everyone[:count]
+    last = len(everyone) - 1
+    return [everyone[round(last * pick / (count - 1))] for pick in range(count)]
+
+
+def sample_row(step: int, group: Group, response: Response, reward: Reward) -> dict[str, object]:
+    """One flat record for people to read."""
+    return {
+        "step": step,
+        "prompt_id": group.prompt.id,
+        "sample_index": response.sample_index,
+        "prompt": group.prompt.text,
+        "response": response.text,
+        "answer": group.prompt.answer,
+        "extracted": reward.extracted,
+        "accuracy": reward.accuracy,
+        "reward": reward.shaped,
+        "reward/score": reward.score,
+        "reward/overlong": reward.overlong,
+        **{f"reward/{name}": value for name, value in reward.parts.items()},
+        "response_tokens": len(response.token_ids),
+        "finish_reason": response.finish_reason,
+        "policy_version": response.policy_version,
+    }
