@@ -100,8 +100,8 @@ def _expand_brackets(name: str) -> list[str]:
 
 
 def _expand_range(item: str) -> list[str]:
-    first, _, last = item.partition("-")
-    last = last or first
+    first, dash, last = item.partition("-")
+    last = last if dash else first
     if not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
         raise ValueError(f"SLURM node range {item!r}: expected first-last, for example 003-004.")
     return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]

@@ -60,7 +60,8 @@ TWO_RANKS = (
     Case("qwen2", 2, {"data": 2}, responses=1),  # one data rank has nothing but padding
     Case("qwen2", 2, {"context": 2}),
     Case("qwen3", 1, {"context": 2}, recompute="selective"),
-    Case("qwen3", 2, {"pipeline": 2, "virtual_pipeline": 2}),
+    # 8: with fewer micro-batches, batched messages under gloo happen to arrive in order
+    Case("qwen3", 8, {"pipeline": 2, "virtual_pipeline": 2}),
     Case("qwen3_moe", 4, {"pipeline": 2, "virtual_pipeline": 2}),
     Case("qwen3_moe", 2, {"data": 2, "expert": 2}),
     Case("qwen3_moe", 1, {"tensor": 2, "expert": 2}),
