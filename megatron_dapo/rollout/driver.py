@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 from pydantic import JsonValue
@@ -150,6 +151,8 @@ class RolloutDriver:
         Raises:
             EngineError: an engine failed; the run has to stop.
         """
+        for server in self._servers:
+            server.remove_when_orphaned(Path(str(payload["path"])).parent)
         self._run(self._update_weights(payload, policy_version))
 
     def state_dict(self) -> dict[str, JsonValue]:

@@ -29,8 +29,8 @@ POLL_SECONDS = 1.0
 LEFT_BEHIND_SECONDS = 2.0
 """What other processes of the session get once the server itself has ended."""
 SHARED_MEMORY = Path("/dev/shm")
-SCRATCH_PREFIXES = ("psm_", "torch_", "sem.")
-"""Names that Python and torch give to shared memory; files of other programs are left alone."""
+SCRATCH_PREFIXES = ("psm_", "torch_", "vllm_")
+"""Names that Python, torch and vLLM give to shared memory; other files are left alone."""
 
 
 def _prctl(option: int, value: int) -> None:

@@ -93,7 +93,6 @@ class VllmEngine:
     Args:
         endpoint: unix:/path or http://127.0.0.1:port.
         request_timeout_seconds: longest wait for one answer.
-        max_in_flight: requests sent at once; more wait here instead of in the server.
         sleep_mode: the server was started with --enable-sleep-mode; without it `sleep` and
             `wake_up` do nothing (CPU, or the engine has its own devices).
     """
@@ -103,7 +102,6 @@ class VllmEngine:
         endpoint: str,
         *,
         request_timeout_seconds: float = 3600.0,
-        max_in_flight: int = 1024,
         sleep_mode: bool = False,
     ) -> None:
         transport, base_url = open_transport(endpoint)
@@ -115,7 +113,6 @@ class VllmEngine:
             timeout=httpx.Timeout(request_timeout_seconds, connect=CONNECT_SECONDS),
             trust_env=False,
         )
-        self._slots = asyncio.Semaphore(max_in_flight)
         self._in_flight = 0
         self._weights_directory: Path | None = None
         self._broken = False
@@ -141,8 +138,7 @@ class VllmEngine:
         }
         self._in_flight += 1
         try:
-            async with self._slots:
-                answer = await self._send("POST", "/inference/v1/generate", body, repeatable=True)
+            answer = await self._send("POST", "/inference/v1/generate", body, repeatable=True)
         finally:
             self._in_flight -= 1
         choice = self._parse(_GenerateResponse, answer).choices[0]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
 from megatron_dapo.rollout.server_options import ServerOptions
 from megatron_dapo.rollout.vllm_engine import VllmEngine
-from megatron_dapo.rollout.vllm_server import VllmServer
+from megatron_dapo.rollout.vllm_server import VllmServer, session_members
 from tests.tiny_models import save_tiny_model, tiny_model
 
 ResultT = TypeVar("ResultT")
@@ -36,19 +37,7 @@ class RunningServer:
     version: int = 0
 
     def run(self, call: Callable[[VllmEngine], Awaitable[ResultT]]) -> ResultT:
-        """`call` with a fresh client in an event loop of its own."""
-
-        async def body() -> ResultT:
-            engine = VllmEngine(
-                self.server.endpoint,
-                request_timeout_seconds=120,
-            )
-            try:
-                return await call(engine)
-            finally:
-                await engine.close()
-
-        return asyncio.run(body())
+        return run_with_engine(self.server.endpoint, call)
 
     def publish(self, model: PreTrainedModel, version: int) -> dict[str, object]:
         return publish(model, self.weights_directory, version)
@@ -59,6 +48,19 @@ class RunningServer:
         payload = self.publish(model, self.version)
         self.run(lambda engine: engine.update_weights(payload, self.version))
         self.model = model
+
+
+def run_with_engine(endpoint: str, call: Callable[[VllmEngine], Awaitable[ResultT]]) -> ResultT:
+    """`call` with a fresh client in an event loop of its own."""
+
+    async def body() -> ResultT:
+        engine = VllmEngine(endpoint, request_timeout_seconds=120)
+        try:
+            return await call(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(body())
 
 
 def publish(model: PreTrainedModel, directory: Path, version: int) -> dict[str, object]:
@@ -181,4 +183,26 @@ def running_server(
             server.wait_ready()
             yield RunningServer(server, family, Path(weights), tiny_model(family))
         finally:
-            server.stop()
+            stop_and_look(server)
+
+
+def stop_and_look(server: VllmServer) -> None:
+    """Stop a server; nothing of it may be left."""
+    if server.pid is None:
+        return
+    session, scratch = server.pid, Path(server.endpoint.removeprefix("unix:")).parent
+    shared = mapped_shared_memory(session)
+    server.stop()
+    assert session_members(session) == []
+    assert not scratch.exists()
+    assert [path for path in shared if path.exists()] == []
+
+
+def mapped_shared_memory(session: int) -> set[Path]:
+    """Files right under /dev/shm that any process of the session maps."""
+    maps = (
+        Path(entry.path)
+        for pid in session_members(session)
+        for entry in psutil.Process(pid).memory_maps()
+    )
+    return {path for path in maps if path.parent == Path("/dev/shm") and path.exists()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.engine import EngineError
+from megatron_dapo.rollout.sampler import RolloutStep, collect_groups
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import session_members
+from megatron_dapo.types import Prompt, Response, Reward
 from tests.e2e.conftest import (
     PARITY,
     RunningServer,
@@ -81,17 +85,39 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(qwen3: RunningServer) 
     assert short.token_ids == whole.token_ids[: first + 1]
 
 
-def test_more_requests_than_slots_all_come_back(qwen3: RunningServer) -> None:
+def test_more_requests_than_the_engine_decodes_at_once_all_come_back(
+    qwen3: RunningServer,
+) -> None:
     asked = [request((9, 9, row + 3), row, max_tokens=4) for row in range(100)]
+    assert len(qwen3.run(lambda engine: generate(engine, asked))) == 100
 
-    async def narrow(_: VllmEngine) -> int:
-        engine = VllmEngine(qwen3.server.endpoint, max_in_flight=7)
-        try:
-            return len(await generate(engine, asked))
-        finally:
-            await engine.close()
 
-    assert qwen3.run(narrow) == 100
+def test_dynamic_sampling_fills_a_step_and_repeats_it(qwen3: RunningServer) -> None:
+    def grade(prompt: Prompt, response: Response) -> Reward:
+        return Reward(accuracy=float(response.token_ids[0] % 2), score=0.0)
+
+    async def collect(engine: VllmEngine) -> RolloutStep:
+        source = iter(Prompt(str(n), "", (n % 300 + 3, 9), "1") for n in range(1000))
+        return await collect_groups(
+            [engine],
+            lambda count: list(itertools.islice(source, count)),
+            grade,
+            lambda ids: " ".join(map(str, ids)),
+            RolloutConfig(prompts_per_step=5, group_size=4, max_response_tokens=8),
+            SamplingConfig(prompts_per_round=2),
+            seed=3,
+            step=1,
+            policy_version=0,
+            stop_token_ids=[2],
+        )
+
+    step = qwen3.run(collect)
+    assert len(step.groups) == 5
+    assert all(group.mixed for group in step.groups)
+    assert qwen3.run(collect).groups == step.groups
+    responses = [response for group in step.groups for response in group.responses]
+    assert len({response.seed for response in responses}) == 20
+    assert step.metrics["response_length/max"] <= 8
 
 
 def test_a_refused_request_is_an_engine_error_with_the_reason(qwen3: RunningServer) -> None:
