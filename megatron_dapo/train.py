@@ -11,6 +11,7 @@ import argparse
 import logging
 import signal
 import sys
+import warnings
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _unwind)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("megatron_dapo").setLevel(logging.INFO)
+    _quiet()
 
     # Imported here: a checkpoint's helper process imports this module and needs none of it.
     from megatron_dapo.config.load import ConfigError, load_config
@@ -37,6 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
     return EXIT_DONE
+
+
+def _quiet() -> None:
+    """Our own messages from INFO on, others' from WARNING on, and none about missing GPU parts.
+
+    `megatron-dapo doctor` says what is missing; without a GPU Megatron says it at every import.
+    """
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("megatron_dapo").setLevel(logging.INFO)
+    for module in (r"megatron\.core", r"torch\.distributed"):
+        warnings.filterwarnings("ignore", module=module)
 
 
 def _unwind(number: int, _frame: FrameType | None) -> None:

@@ -27,7 +27,7 @@ from megatron_dapo.batch.packing import pack_update, pad_multiple, split_updates
 from megatron_dapo.batch.rollout_batch import build_rollout_batch, from_tensors
 from megatron_dapo.checkpoint.commit import newest_complete
 from megatron_dapo.checkpoint.export import write_hf_folder
-from megatron_dapo.checkpoint.state import load_checkpoint, save_checkpoint
+from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, save_checkpoint
 from megatron_dapo.config import RunConfig
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
@@ -183,20 +183,26 @@ class Trainer:
         )
 
     def resume(self) -> int:
-        """Load the newest complete checkpoint and return its step; 0 without one. Collective."""
+        """Load the newest complete checkpoint and return its step; 0 without one. Collective.
+
+        Weights alone (from `megatron-dapo convert`) are a start at step 0, with a new optimizer.
+        """
         checkpoint = newest_complete(self.config.run_dir / CHECKPOINTS)
         if checkpoint is None:
             return 0
+        continues = holds_optimizer(checkpoint)
         restored = load_checkpoint(
             checkpoint,
             chunks=self.policy.chunks,
-            optimizer=self.policy.optimizer,
+            optimizer=self.policy.optimizer if continues else None,
             parallel=self.parallel,
         )
-        if self.rollouts is not None:
+        if not continues:
+            self.policy.weights_loaded()
+        elif self.rollouts is not None:
             self.rollouts.load_state_dict(restored.state)
         self.policy_version = restored.step
-        logger.info("resumed from %s", checkpoint)
+        logger.info("start from %s", checkpoint)
         return restored.step
 
     def finish(self) -> None:

@@ -158,6 +158,11 @@ def load_checkpoint(
     return Restored(document["step"], document["state"], same_layout)
 
 
+def holds_optimizer(checkpoint: Path) -> bool:
+    """False for weights alone: what `megatron-dapo convert` writes."""
+    return json.loads((checkpoint / STATE_FILE).read_text())["optimizers"] > 0
+
+
 def _metadata() -> dict[str, object]:
     """Format of the optimizer's tensors. A new dict each call: Megatron keeps groups in it."""
     return {

@@ -135,7 +135,7 @@ async def collect_groups(
             events += len(prompts)
             rounds.append(await gather_or_cancel(work))
             selection = select_groups(rounds, target, dynamic=sampling.dynamic)
-            logger.info("step %d, round %d: %s", step, len(rounds), selection.counts)
+            logger.debug("step %d, round %d: %s", step, len(rounds), selection.counts)
             if len(selection.kept) == target or len(rounds) == sampling.max_rounds:
                 break
             draw = next_round_prompts(selection.counts, target)
@@ -145,7 +145,7 @@ async def collect_groups(
     metrics = rollout_metrics(generated, selection)
     tokens = sum(len(response.token_ids) for g in generated for response in g.responses)
     metrics["rollout/tokens_per_second"] = tokens / (time.perf_counter() - started)
-    metrics["timing_s/reward"] = grader.seconds  # beside the sampling, not after it
+    metrics["rollout/grade_seconds"] = grader.seconds  # beside the sampling: no phase of the step
     return RolloutStep(selection.kept, generated, selection.counts, metrics)
 
 
