@@ -26,6 +26,8 @@ LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 ATTEMPTS = 5
 FIRST_BACKOFF_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 2.0
+"""Idle connections are given up before the server (after 5 s) closes them under a request."""
 INITIAL_VERSION = "default"
 """What vLLM calls the weights that it started with."""
 
@@ -73,7 +75,11 @@ def open_transport(endpoint: str) -> tuple[httpx.AsyncBaseTransport, str]:
         ValueError: any other address. vLLM's control routes have no authentication, so an engine
             that can be reached from another machine could be given other weights by anyone.
     """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    limits = httpx.Limits(
+        max_connections=None,
+        max_keepalive_connections=None,
+        keepalive_expiry=KEEP_ALIVE_SECONDS,
+    )
     if endpoint.startswith("unix:/"):
         uds = endpoint.removeprefix("unix:")
         return httpx.AsyncHTTPTransport(uds=uds, limits=limits), "http://engine"

@@ -229,7 +229,7 @@ def test_metrics_speak_of_all_generated_responses() -> None:
     }
     assert {name: step.metrics[name] for name in expected} == pytest.approx(expected)
     assert lengths[0] <= step.metrics["response_length/p95"] <= lengths[-1]
-    assert step.metrics["timing_s/reward"] >= 0
+    assert step.metrics["rollout/grade_seconds"] >= 0
 
 
 def test_evaluation_samples_k_times_in_prompt_order_with_seeds_of_its_own() -> None:
