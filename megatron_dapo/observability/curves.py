@@ -160,7 +160,8 @@ def _phase_seconds(values: Mapping[str, float], phase: str) -> float:
     """Seconds of a phase; "rest" holds the phases without a colour of their own."""
     if phase != REST:
         return values.get(f"timing_s/{phase}", 0.0)
-    named = {f"timing_s/{known}" for known in (*PHASES, "step", "testing")}
+    inside_others_or_outside = ("reward", "step", "testing")
+    named = {f"timing_s/{known}" for known in (*PHASES, *inside_others_or_outside)}
     return sum(
         v for name, v in values.items() if name.startswith("timing_s/") and name not in named
     )
