@@ -107,8 +107,7 @@ class SentencePieceTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         size = len(self)
-        known = [i for i in token_ids if 0 <= i < size and not self._processor.is_control(i)]
-        return self._processor.decode(known)
+        return self._processor.decode([token for token in token_ids if 0 <= token < size])
 
     def apply_chat_template(self, messages: Sequence[Message]) -> str:
         raise ValueError(

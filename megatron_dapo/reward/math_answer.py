@@ -102,17 +102,17 @@ def _answer_line(window: str) -> tuple[int, str] | None:
 
 def _last_box(window: str) -> tuple[int, str] | None:
     r"""(start, content) of the last complete \boxed{...}; of nested ones the outer."""
-    open_braces: list[re.Match[str]] = []
+    open_braces: list[tuple[int, int] | None] = []  # a box's start and content, or a plain brace
     last = None
     for brace in _BRACE.finditer(window):
         token = brace.group()
         if token == "}":
-            if open_braces:
-                opening = open_braces.pop()
-                if len(opening.group()) > 1:
-                    last = (opening.start(), window[opening.end() : brace.start()])
-        elif token.endswith("{") and token != "\\{":
-            open_braces.append(brace)
+            if open_braces and (box := open_braces.pop()):
+                last = (box[0], window[box[1] : brace.start()])
+        elif token == "{":
+            open_braces.append(None)
+        elif token.endswith("{") and len(token) > 2:
+            open_braces.append(brace.span())
     return last
 
 

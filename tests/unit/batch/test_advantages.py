@@ -81,11 +81,18 @@ def test_advantages_of_a_group_sum_to_zero(members: list[tuple[float, int, bool]
     assert sums.abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("size", [2, 3, 16])
-def test_equal_rewards_give_exactly_zero(size: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [2, 3, 7, 16])
+def test_equal_rewards_give_exactly_zero(size: int, dtype: torch.dtype) -> None:
     for reward in [-1.4, 0.1, 1 / 3, -1 - 511 / 4096, 1e6 + 0.1]:
-        rewards = torch.full((size,), reward)
+        rewards = torch.full((size,), reward, dtype=dtype)
         assert group_advantages(rewards, torch.zeros(size, dtype=torch.int64)).eq(0).all()
+
+
+def test_a_spread_below_the_tolerance_is_no_signal() -> None:
+    rewards = torch.tensor([1.0, 1.0 + 1e-7, 1.0], dtype=torch.float64)
+    groups = torch.zeros(3, dtype=torch.int64)
+    assert group_advantages(rewards, groups, eps=0.0).eq(0).all()
 
 
 def test_a_rejected_member_may_have_no_reward_at_all() -> None:

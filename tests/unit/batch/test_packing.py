@@ -57,6 +57,7 @@ def test_every_fp8_recipe_of_the_configuration_has_a_block() -> None:
     assert get_args(packing.Fp8Recipe) == recipes
     assert [packing.pad_multiple(1, 1, False, recipe) for recipe in recipes] == [1, 128, 16, 16, 32]
     assert packing.pad_multiple(8, 4, False, "none") == 8
+    assert packing.pad_multiple(3, 3, True, "none") == 18
     with pytest.raises(ValueError, match="bf16"):
         packing.pad_multiple(1, 1, False, "bf16")  # type: ignore[arg-type]
 
@@ -239,6 +240,25 @@ def test_bins_are_balanced(lengths: list[int], dp: int, budget: int, multiple: i
     assert max(totals) - min(totals) <= max(every) - min(every)
     ideal = -(-sum(lengths) // (budget * dp))
     assert len(plan[0]) <= max(2 * ideal, 1) + multiple
+
+
+def test_long_sequences_are_placed_first() -> None:
+    assert plan_bins([1, 1, 1, 1, 4], dp_size=1, tokens_per_micro_batch=4) == [[[0, 1, 2, 3], [4]]]
+
+
+def test_a_count_that_does_not_fit_grows_by_the_multiple() -> None:
+    plan = plan_bins([6, 6, 6], dp_size=1, tokens_per_micro_batch=10, micro_batch_multiple=2)
+    assert plan == [[[0], [1], [2], []]]
+
+
+def test_padding_for_context_ranks_does_not_count_against_the_budget() -> None:
+    ((micro_batch,),) = pack_all(
+        random_batch([(1, 62)]), torch.tensor([0]), 1, tokens_per_micro_batch=63, **CP2
+    )
+    assert micro_batch.num_tokens == 64
+
+
+CP2 = {"cp_size": 2, "pad_multiple": 4}
 
 
 def test_a_rank_without_sequences_gets_padding_only() -> None:

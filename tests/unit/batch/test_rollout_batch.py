@@ -56,12 +56,15 @@ def test_a_response_without_a_grade_neither_counts_nor_trains() -> None:
 
 def test_overlong_filtering_only_takes_the_loss_away() -> None:
     group = make_group([1], [[2]] * 3, [RIGHT, WRONG, WRONG], finish=["stop", "length", "stop"])
-    off = build_rollout_batch([group], run_config())
-    on = build_rollout_batch([group], run_config(reward=RewardConfig(filter_truncated=True)))
+    filtered = run_config(reward=RewardConfig(filter_truncated=True))
+    off, on = build_rollout_batch([group], run_config()), build_rollout_batch([group], filtered)
     assert off.trained.tolist() == [True, True, True]
     assert on.trained.tolist() == [True, False, True]
+    assert on.advantages.tolist() == pytest.approx([1.1547, -0.57735, -0.57735], abs=1e-4)
     assert on.advantages.equal(off.advantages)
     assert on.tokens.equal(off.tokens)
+    ungraded = make_group([1], [[2]] * 3, [FAILED, RIGHT, WRONG], finish=["stop"] * 3)
+    assert build_rollout_batch([ungraded], filtered).trained.tolist() == [False, True, True]
 
 
 def test_an_empty_step_or_prompt_is_refused() -> None:

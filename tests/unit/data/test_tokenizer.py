@@ -120,6 +120,8 @@ def test_missing_stop_tokens_are_not_zero(tmp_path: Path) -> None:
     assert stop_token_ids(tmp_path, FixedEnd(0)) == (0,)
     with pytest.raises(ValueError, match="never stop"):
         stop_token_ids(tmp_path, FixedEnd(None))
+    write_json(tmp_path / "config.json", eos_token_id=0)
+    assert stop_token_ids(tmp_path, FixedEnd(None)) == (0,)
     write_json(tmp_path / "config.json", eos_token_id=["a"])
     with pytest.raises(ValueError, match="must be ids"):
         stop_token_ids(tmp_path, FixedEnd(0))

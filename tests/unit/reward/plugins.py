@@ -19,6 +19,10 @@ def only_accuracy(prompt: str, response: str, answer: str, meta: RewardMeta) -> 
     return {"accuracy": float(response == answer)}
 
 
+def half_right(prompt: str, response: str, answer: str, meta: RewardMeta) -> dict[str, float]:
+    return {"accuracy": 0.5}
+
+
 def describe(prompt: str, response: str, answer: str, meta: RewardMeta) -> float:
     assert (prompt, response, answer) == ("p text", "r text", "7")
     assert meta == RewardMeta("p1", "unit", 3, 2, 10, "stop")

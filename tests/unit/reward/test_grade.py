@@ -60,6 +60,8 @@ def test_a_plugin_s_parts_are_summed_and_kept() -> None:
     assert reward.parts == {"form": 0.25, "brief": -0.5}
     assert grade(response("7"), plugin=plugins.only_accuracy).score == 1.0
     assert grade(response("8"), plugin=plugins.only_accuracy).score == -1.0
+    half = grade(response("8"), plugin=plugins.half_right)
+    assert (half.accuracy, half.score) == (0.5, -1.0)
 
 
 def test_a_plugin_sees_the_texts_and_the_facts() -> None:
