@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +31,6 @@ from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, sav
 from megatron_dapo.config import RunConfig
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
-from megatron_dapo.observability.report import write_report
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.timing import PhaseTimer
 from megatron_dapo.parallel.collectives import broadcast_tensors
@@ -72,12 +71,11 @@ class Trainer:
             logger.warning("already complete: step %d was reached before", first - 1)
             return
         self.sync_weights()
-        if first == 1:
-            self.evaluate(0)
+        heldout = self.evaluate(0) if first == 1 else {}
+        if heldout and self.sinks is not None:
+            self.sinks.log(0, heldout)
         for step in range(first, self.config.training.steps + 1):
             self.step(step)
-            if self._due(step, self.config.evaluation.every):
-                self.evaluate(step)
             if self._due(step, self.config.checkpoint.every):
                 self.save(step)
         self.finish()
@@ -99,7 +97,9 @@ class Trainer:
         with timer.phase("weight_sync"):
             self.policy_version = step
             self.sync_weights()
-        self._log(step, bag, batch, rollout, timer)
+        with timer.phase("testing"):
+            heldout = self.evaluate(step) if self._due(step, self.config.evaluation.every) else {}
+        self._log(step, bag, rollout, heldout, timer)
 
     def _share(self, rollout: RolloutStep | None) -> RolloutBatch:
         """The batch of global rank 0 on every rank, as plain tensors over the control group."""
@@ -161,13 +161,11 @@ class Trainer:
             assert payload is not None, "the rank with the rollouts publishes"
             self.rollouts.update_weights(payload, self.policy_version)
 
-    def evaluate(self, step: int) -> None:
-        """Accuracy on the held-out prompts, on global rank 0; the others go on and wait later."""
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Accuracy on the held-out prompts, on global rank 0; {} elsewhere (they wait later)."""
         if self.rollouts is None or self.config.evaluation.every == 0:
-            return
-        groups = self.rollouts.sample_heldout(step, self.policy_version)
-        if groups and self.sinks is not None:
-            self.sinks.log(step, evaluation_metrics(groups))
+            return {}
+        return evaluation_metrics(self.rollouts.sample_heldout(step, self.policy_version))
 
     def save(self, step: int) -> None:
         """A checkpoint of everything that going on from `step` needs. Collective."""
@@ -219,8 +217,7 @@ class Trainer:
                 overwrite=True,
             )
         if self.sinks is not None:
-            self.sinks.close()
-            write_report(self.config.run_dir)
+            self.sinks.finish()
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.config.training.steps or (every > 0 and step % every == 0)
@@ -229,24 +226,29 @@ class Trainer:
         self,
         step: int,
         bag: MetricBag,
-        batch: RolloutBatch,
         rollout: RolloutStep | None,
+        heldout: Mapping[str, float],
         timer: PhaseTimer,
     ) -> None:
         """Merge what all ranks saw (one collective) and write it, on global rank 0."""
         merged = reduce_bags(bag, POLICY_METRICS, self.parallel.control_group)
         if self.sinks is None or rollout is None:
             return
+        trained = [
+            len(group.prompt.token_ids) + len(response.token_ids)
+            for group in rollout.groups
+            for response in group.responses
+        ]
         timing = timer.values()
-        tokens = batch.tokens.numel()
-        ranks = self.config.parallel.world_size
+        seconds = timing["timing_s/step"]
         performance = {
-            "perf/total_num_tokens": float(tokens),
-            "perf/time_per_step": timing["timing_s/step"],
-            "perf/throughput": tokens / timing["timing_s/step"] / ranks,
+            "perf/total_num_tokens": float(sum(trained)),
+            "perf/time_per_step": seconds,
+            "perf/throughput": sum(trained) / seconds / self.config.parallel.world_size,
             "training/policy_version": float(self.policy_version),
         }
-        self.sinks.log(step, merged.values() | rollout.metrics | timing | performance)
+        metrics = merged.values() | rollout.metrics | dict(heldout) | timing | performance
+        self.sinks.log(step, metrics)
         self.sinks.log_samples(step, rollout.groups)
 
 

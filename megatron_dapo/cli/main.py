@@ -65,8 +65,9 @@ def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _add_export(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("export", help="checkpoint of a run -> Hugging Face folder")
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+    parser.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("overrides", nargs="*", metavar="parallel.key=value")
     parser.set_defaults(run=_export)
 
 
@@ -109,7 +110,11 @@ def _export(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     from megatron_dapo.observability.report import write_report
 
-    sys.stdout.write(f"{write_report(options.run_dir)}\n")
+    try:
+        report = write_report(options.run_dir)
+    except (FileNotFoundError, ImportError) as error:
+        raise ConfigError(f"RUN_DIR={options.run_dir}: {error}") from error
+    sys.stdout.write(f"{report}\n")
     return 0
 
 
