@@ -70,7 +70,7 @@ def server_options(
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
     auto_dtype = rollout.engine_dtype == "auto"
     return ServerOptions(
-        model=config.model.path,
+        model=config.model.path.absolute(),
         index=index,
         seed=config.seed + index,
         device=device,

@@ -88,6 +88,7 @@ class VllmServer:
             self._guardian = subprocess.Popen(
                 self._guardian_command(),
                 env=server_environment(self.options, self._scratch, os.environ),
+                cwd=self._scratch,  # `python -m` imports from here first: nothing may be in the way
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

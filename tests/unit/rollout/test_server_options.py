@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.config.schema import ModelConfig, RunConfig
 from megatron_dapo.rollout.server_options import (
     CPU_MEMORY_FRACTION,
     server_command,
@@ -40,6 +40,12 @@ def test_the_command_is_the_stock_server_on_a_unix_socket() -> None:
     assert flag(command, "--weight-transfer-config") == '{"backend": "megatron_dapo"}'
     assert "--enforce-eager" in command
     assert "--trust-remote-code" not in command
+
+
+def test_a_relative_model_path_survives_the_server_s_own_working_directory() -> None:
+    relative = config().model_copy(update={"model": ModelConfig(path=Path("models/tiny"))})
+    options = server_options(relative, 0, device="cpu")
+    assert options.model == Path.cwd() / "models" / "tiny"
 
 
 def test_replicas_have_different_seeds_and_log_files() -> None:
