@@ -41,9 +41,9 @@ class Tokenizer(Protocol):
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
         self._folder = folder
 
@@ -130,7 +130,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
     if not trust_remote_code:
         _refuse_remote_code(path)
     if (path / "tokenizer.json").is_file() or (path / "vocab.json").is_file():
-        return HuggingFaceTokenizer(path)
+        return HuggingFaceTokenizer(path, trust_remote_code=trust_remote_code)
     if (path / "tokenizer.model").is_file():
         return SentencePieceTokenizer(path / "tokenizer.model")
     raise ValueError(
@@ -152,7 +152,10 @@ def _read_json(file: Path) -> dict[str, object]:
     """Content of a JSON file that holds an object; empty where there is no file."""
     if not file.is_file():
         return {}
-    content = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); fetch the model folder again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object, not {type(content).__name__}")
     return content

@@ -125,6 +125,9 @@ def test_missing_stop_tokens_are_not_zero(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", eos_token_id=["a"])
     with pytest.raises(ValueError, match="must be ids"):
         stop_token_ids(tmp_path, FixedEnd(0))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
+        stop_token_ids(tmp_path, FixedEnd(0))
 
 
 def test_the_real_qwen_tokenizer(shared_data: Path) -> None:
