@@ -43,8 +43,7 @@ def avg_at_k(problem_ids: Sequence[str], scores: Sequence[float], k: int | None 
         ValueError: lengths differ, no samples, a score that is not finite, or a problem with
             fewer than k samples.
     """
-    if bad := [score for score in scores if not math.isfinite(score)]:
-        raise ValueError(f"a score is {bad[0]}: leave samples that were not graded out")
+    _check_finite(scores)
     groups = _by_problem(problem_ids, list(scores), k)
     means = [math.fsum(group) / len(group) for group in groups]
     noise = [
@@ -61,19 +60,18 @@ def pass_at_k(problem_ids: Sequence[str], correct: Sequence[float], k: int) -> E
 
     Args:
         problem_ids: [samples], in any order.
-        correct: [samples], 1 or True right, 0 or False wrong.
+        correct: [samples], 1 or more right, anything less wrong (partial credit is no pass).
         k: samples drawn; every problem needs at least so many.
 
     Raises:
-        ValueError: as `avg_at_k`, or a value other than 0 and 1.
+        ValueError: as `avg_at_k`.
     """
-    if bad := [value for value in correct if value not in (0, 1)]:
-        raise ValueError(f"correct holds {bad[0]}: pass@k needs 1 (right) and 0 (wrong) only")
+    _check_finite(correct)
     _check_k(problem_ids, k)
     groups = _by_problem(problem_ids, list(correct), None)
     chances = []
     for group in groups:
-        wrong = len(group) - round(sum(group))
+        wrong = sum(value < 1 for value in group)
         chances.append(float(1 - Fraction(math.comb(wrong, k), math.comb(len(group), k))))
     return _estimate(chances, groups)
 
@@ -132,6 +130,11 @@ def _by_problem(
     if k is not None:
         _check_k(problem_ids, k)
     return [group[:k] for group in groups.values()]
+
+
+def _check_finite(scores: Sequence[float]) -> None:
+    if bad := [score for score in scores if not math.isfinite(score)]:
+        raise ValueError(f"a score is {bad[0]}: leave samples that were not graded out")
 
 
 def _check_k(problem_ids: Sequence[str], k: int) -> None:

@@ -50,6 +50,11 @@ def test_avg_weighs_problems_equally_and_equals_pass_at_1(problems: list[list[in
     assert average.samples == sum(map(len, problems))
 
 
+def test_partial_credit_is_no_pass() -> None:
+    assert pass_at_k(["a", "a"], [0.5, 0.9], 2).value == 0.0
+    assert pass_at_k(["a", "a"], [0.5, 1.0], 1).value == 0.5
+
+
 def test_only_the_first_k_samples_count() -> None:
     ids, scores = ["a", "b", "a", "b", "a"], [1.0, 0.0, 0.0, 0.0, 0.0]
     assert avg_at_k(ids, scores, 1).value == 0.5
@@ -94,7 +99,7 @@ def test_a_problem_without_any_answer_scores_zero() -> None:
         (lambda: avg_at_k(["a"], [1], 2), "problem a has 1 samples"),
         (lambda: avg_at_k(["a"], [1], 0), "k=0"),
         (lambda: pass_at_k(["a"], [1], 2), "problem a has 1 samples"),
-        (lambda: pass_at_k(["a"], [0.5], 1), "0.5"),
+        (lambda: pass_at_k(["a"], [math.nan], 1), "nan"),
         (lambda: maj_at_k(["a"], [], [1]), "0 answers"),
     ],
 )
