@@ -8,8 +8,8 @@
 #   MODEL, TRAIN_DATA, HELDOUT_DATA   read by the shipped configurations
 #   VENV            virtual environment on every node, .venv
 #   IMAGE           container (pyxis) instead of VENV; MOUNTS adds host:container pairs to it
-#   ENGINE_COMMAND  starts the rollout engines of one node, in a step of its own on every node.
-#                   Empty: trainer rank 0 starts rollout.engines engines on its node.
+#   ENGINE_COMMAND  starts the engines of rollout.endpoints, in a step of its own on the first
+#                   node. Empty: trainer rank 0 starts rollout.engines engines there.
 #   MAX_RESTARTS    times that a pre-empted run is queued again, 100
 #   MAX_CRASHES     crashes in a row after which it is not, 3
 # Secrets (WANDB_API_KEY, HF_TOKEN) come from the environment or netrc, and are never printed.
@@ -118,15 +118,12 @@ wait_for() { # PID: its exit code, however many signals arrive meanwhile
 # ---- the two steps
 start_engines() {
   [[ -n ${ENGINE_COMMAND:-} ]] || return 0
-  srun --overlap --nodes="$NODES" --ntasks="$NODES" --ntasks-per-node=1 "${container[@]}" \
-    --output="$LOGS/engines_%n.log" bash -c "$ENGINE_COMMAND" &
+  srun --overlap --nodes=1 --nodelist="$MASTER_ADDR" --ntasks=1 "${container[@]}" \
+    --output="$LOGS/engines.log" bash -c "$ENGINE_COMMAND" &
   engine_pid=$!
 }
 
 start_trainer() {
-  local hosts
-  mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-  export MASTER_ADDR=${hosts[0]}
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron overlaps tensor-parallel communication by it
   srun --overlap --kill-on-bad-exit=1 --nodes="$NODES" --ntasks-per-node="$RANKS_PER_NODE" \
@@ -195,6 +192,8 @@ finish() { # CODE: what becomes of the job
 }
 
 preflight
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts[0]}
 say "attempt $attempt of job $SLURM_JOB_ID on $NODES nodes; logs in $LOGS"
 start_engines
 start_trainer

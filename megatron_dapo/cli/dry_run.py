@@ -17,7 +17,11 @@ from megatron_dapo.config.checks import check_config
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.layout_checks import pack_multiple
 from megatron_dapo.config.load import resolved_yaml
-from megatron_dapo.config.machine_checks import machine_problems, meant_for_another_machine
+from megatron_dapo.config.machine_checks import (
+    decide_device,
+    machine_problems,
+    meant_for_another_machine,
+)
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.config.remarks import remarks
 from megatron_dapo.config.schema import RunConfig
@@ -42,7 +46,7 @@ def dry_run(config: RunConfig) -> int:
         ConfigError: the run would be refused.
     """
     hf_config = read_hf_config(config.model.path)
-    check_config(config, hf_config)
+    check_config(decide_device(config), hf_config)
     problems = list(machine_problems(config))
     elsewhere = meant_for_another_machine(config)
     if problems and not elsewhere:

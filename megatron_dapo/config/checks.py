@@ -244,10 +244,9 @@ def rollout_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         if not _is_local(endpoint):
             yield (
                 f"rollout.endpoints: {redact_text(endpoint)!r} must be unix:/absolute/path or "
-                "http://127.0.0.1:port. A server's control routes are open to whoever reaches "
-                "its port: forward a remote one to a local socket."
+                "http://127.0.0.1:port: weights reach engines through the memory of one machine, "
+                "and a server's control routes are open to whoever reaches its port."
             )
-    yield from _weight_sync_problems(config)
 
 
 def _is_local(endpoint: str) -> bool:
@@ -260,21 +259,6 @@ def _is_local(endpoint: str) -> bool:
         return False
     plain = parts.scheme == "http" and parts.username is None and parts.path in ("", "/")
     return plain and parts.hostname in LOOPBACK_HOSTS and port is not None
-
-
-def _weight_sync_problems(config: RunConfig) -> Iterator[str]:
-    if config.rollout.weight_sync != "nccl":
-        return
-    if config.device == "cpu":
-        yield (
-            "rollout.weight_sync=nccl: needs device=cuda; on CPU use "
-            "rollout.weight_sync=shared_memory."
-        )
-    if config.rollout.placement == "colocated":
-        yield (
-            "rollout.weight_sync=nccl with rollout.placement=colocated: NCCL refuses two ranks on "
-            "one device. Use rollout.weight_sync=shared_memory, or placement=disaggregated."
-        )
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:

@@ -53,6 +53,7 @@ def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def is_section(key: str) -> bool:
+    """True for a group of keys such as `loss`."""
     return any(other.startswith(f"{key}.") for other in documented_keys())
 
 

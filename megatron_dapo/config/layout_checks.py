@@ -130,19 +130,27 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
             f"{world}."
         )
         return
-    if config.device == "cpu" or rollout.placement != "colocated":
-        return
+    if config.device == "cuda" and not rollout.endpoints:
+        yield from _engine_device_problems(config, world // nodes)
+
+
+def _engine_device_problems(config: RunConfig, devices_per_node: int) -> Iterator[str]:
+    """Engines that the run starts live on the machine of trainer rank 0."""
+    rollout = config.rollout
     devices = rollout.engines * rollout.engine_tensor
-    if devices > world:
+    shown = (
+        f"rollout.engines={rollout.engines} x rollout.engine_tensor={rollout.engine_tensor} = "
+        f"{devices} devices"
+    )
+    if rollout.placement == "colocated" and devices > devices_per_node:
         yield (
-            f"rollout.engines={rollout.engines} x rollout.engine_tensor={rollout.engine_tensor} = "
-            f"{devices} devices: colocated engines share the {world} devices of the trainers. "
-            "Lower one, or use rollout.placement=disaggregated."
+            f"{shown}: colocated engines share the {devices_per_node} trainers' devices of the "
+            "first node. Lower one, or use rollout.placement=disaggregated on one node."
         )
-    elif devices > 1 and (world // nodes) % rollout.engine_tensor:
+    if rollout.placement == "disaggregated" and config.parallel.nodes > 1:
         yield (
-            f"rollout.engine_tensor={rollout.engine_tensor}: must divide the {world // nodes} "
-            "devices of a node, since an engine does not span nodes."
+            f"rollout.placement=disaggregated with parallel.nodes={config.parallel.nodes}: engines "
+            "run on the first node beside its trainers. Use colocated, or one node."
         )
 
 

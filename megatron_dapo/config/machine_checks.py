@@ -25,7 +25,7 @@ def check_run(config: RunConfig) -> dict[str, object]:
         ConfigError: a rule of `check_config` is broken, or this machine lacks something.
     """
     hf_config = read_hf_config(config.model.path)
-    check_config(config, hf_config)
+    check_config(decide_device(config), hf_config)
     problems = list(machine_problems(config))
     if problems:
         raise ConfigError(problems)
@@ -36,6 +36,13 @@ def cuda_is_visible() -> bool:
     """True where a CUDA device can be used; decided without importing torch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return NVIDIA_DEVICE.exists() and not hidden
+
+
+def decide_device(config: RunConfig) -> RunConfig:
+    """`config` with device=auto replaced by what this machine has."""
+    if config.device != "auto":
+        return config
+    return config.model_copy(update={"device": "cuda" if cuda_is_visible() else "cpu"})
 
 
 def meant_for_another_machine(config: RunConfig) -> bool:
@@ -58,11 +65,8 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
             "device=cuda: no CUDA device is visible on this machine. Run it where one is, check "
             "CUDA_VISIBLE_DEVICES, or set device=cpu for a small model."
         )
-    if config.precision.fp8 == "none":
-        return
-    if not cuda_is_visible():
-        yield f"precision.fp8={config.precision.fp8}: needs a CUDA device, and none is visible."
-    if importlib.util.find_spec("transformer_engine") is None:
+    wants_fp8 = config.precision.fp8 != "none"
+    if wants_fp8 and importlib.util.find_spec("transformer_engine") is None:
         yield (
             f"precision.fp8={config.precision.fp8}: Transformer Engine is not installed, and "
             "without it Megatron would train in full precision without a word. Install "

@@ -36,4 +36,7 @@ def _idle_devices(config: RunConfig) -> Iterator[str]:
     used = rollout.engines * rollout.engine_tensor
     shares = rollout.placement == "colocated" and config.device == "cuda" and not rollout.endpoints
     if shares and used < world:
-        yield f"Generation uses {used} of {world} devices (rollout.engines x engine_tensor)."
+        yield (
+            f"Generation uses {used} of {world} devices (rollout.engines x rollout.engine_tensor); "
+            "engines run on the first node."
+        )

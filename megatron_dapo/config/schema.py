@@ -202,7 +202,7 @@ class RolloutConfig(Section):
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """Engines share the trainers' devices (sleep and wake), or have their own."""
     engines: PositiveInt = 1
-    """Replicas started by the run; with `endpoints`, how many are given there."""
+    """Replicas that trainer rank 0 starts on its machine; with `endpoints`, how many are given."""
     engine_tensor: PositiveInt = 1
     """Tensor parallelism of one engine."""
     endpoints: tuple[str, ...] = ()
@@ -221,8 +221,8 @@ class RolloutConfig(Section):
     """Longest wait for an engine to load its weights and answer."""
     request_timeout_seconds: PositiveInt = 3600
     """Longest wait for one response."""
-    weight_sync: Literal["shared_memory", "nccl"] = "shared_memory"
-    """How weights reach the engines: a file in /dev/shm (same machine), or NCCL."""
+    weight_sync: Literal["shared_memory"] = "shared_memory"
+    """How weights reach the engines: files in /dev/shm of the machine of trainer rank 0."""
 
 
 class SamplingConfig(Section):

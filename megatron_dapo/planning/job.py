@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from megatron_dapo.config.checks import check_config
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.load import load_config
+from megatron_dapo.config.machine_checks import decide_device
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.planning.memory import GIB, checkpoint_bytes
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = load_config(arguments[1], arguments[2:])
         hf_config = read_hf_config(config.model.path)
-        check_config(config, hf_config)
+        check_config(decide_device(config), hf_config)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG

@@ -47,14 +47,7 @@ FORBIDDEN_WORDS = {
     "a reference to a ticket": r"\bissue #?\d",
     "unfinished work": r"\bTODO\b|\bFIXME\b|NotImplementedError",
 }
-AWAITING_INTEGRATION: set[str] = {
-    "evaluation.max_prompts",
-    "evaluation.samples_per_prompt",
-    "logging.console",
-    "logging.samples_per_step",
-    "logging.wandb_project",
-    "rollout.request_timeout_seconds",
-}
+AWAITING_INTEGRATION: set[str] = set()
 """Keys that nothing reads yet. Must be empty when the rooms are joined."""
 
 

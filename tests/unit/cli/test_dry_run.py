@@ -45,6 +45,17 @@ def test_every_shipped_configuration_passes_without_weights(
     assert "holds no .safetensors weights" in text.replace("\n", " ")
 
 
+@pytest.mark.parametrize("name", sorted((REPOSITORY / "examples/quickstart").glob("*.yaml")))
+def test_the_quickstart_passes_once_its_model_is_there(
+    name: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path)
+    model, prompts = tmp_path / "model", tmp_path / "train.jsonl"
+    paths = [f"model.path={model}", f"model.tokenizer={model}"]
+    paths += [f"data.train={prompts}", f"data.heldout={prompts}"]
+    assert "The configuration is sound." in dry_run(capsys, str(name), *paths)
+
+
 def test_the_papers_batches_and_ranks_are_spelled_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

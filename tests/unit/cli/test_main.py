@@ -225,6 +225,13 @@ def test_exit_codes_of_training_pass_through(
     assert [main(["train", file, f"seed={seed}"]) for seed in (5, 8)] == [75, 78]
 
 
+def test_a_run_without_a_step_has_no_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path)]) == 78
+    assert f"RUN_DIR={tmp_path}" in capsys.readouterr().err
+
+
 def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         build_parser().parse_args([])

@@ -72,11 +72,6 @@ BROKEN: list[tuple[str, Sections, Mapping[str, object]]] = [
     ("'http://0.0.0.0:8000'", {"rollout": {"endpoints": ["http://0.0.0.0:8000"]}}, DENSE),
     ("'unix:relative'", {"rollout": {"endpoints": ["unix:relative"]}}, DENSE),
     ("'http://127.0.0.1:port'", {"rollout": {"endpoints": ["http://127.0.0.1:port"]}}, DENSE),
-    (
-        "rollout.weight_sync=nccl",
-        {"rollout": {"weight_sync": "nccl", "placement": "disaggregated"}},
-        DENSE,
-    ),
     ("parallel.tensor=3", {"parallel": {"tensor": 3}}, DENSE),
     ("2 key-value heads", {"parallel": {"tensor": 4}}, DENSE),
     ("parallel.sequence_parallel=true", {"parallel": {"sequence_parallel": True}}, DENSE),
@@ -132,10 +127,13 @@ ON_GPU: list[tuple[str, Sections]] = [
     ),
     ("must be a multiple of 128", {"precision": FP8, "training": {"tokens_per_micro_batch": 500}}),
     ("rollout.engines=3", {"rollout": {"engines": 3}}),
-    ("two ranks on one device", {"rollout": {"weight_sync": "nccl"}}),
     (
-        "rollout.engine_tensor=4",
-        {"rollout": {"engine_tensor": 4}, "parallel": {"data": 4, "nodes": 2}},
+        "rollout.placement=disaggregated",
+        {"rollout": {"placement": "disaggregated"}, "parallel": {"data": 4, "nodes": 2}},
+    ),
+    (
+        "share the 2 trainers' devices",
+        {"rollout": {"engines": 2, "engine_tensor": 2}, "parallel": {"data": 4, "nodes": 2}},
     ),
 ]
 

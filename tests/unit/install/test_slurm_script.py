@@ -112,9 +112,9 @@ def test_engines_get_a_step_of_their_own(cluster: Cluster) -> None:
     code, output = cluster.run("0 0 0 0", ENGINE_COMMAND="echo engine of node $SLURM_NODEID")
     assert code == 0, output
     steps = (cluster.record / "srun.log").read_text().splitlines()
-    assert any("echo engine" in step and "--overlap" in step for step in steps)
-    logs = cluster.run_dir / "logs" / "attempt_0"
-    assert (logs / "engines_1.log").read_text() == "engine of node 1\n"
+    assert any("echo engine" in step and "--nodelist=gpu003" in step for step in steps)
+    log = cluster.run_dir / "logs" / "attempt_0" / "engines.log"
+    assert log.read_text() == "engine of node 0\n"
 
 
 def test_a_container_gets_the_data_and_the_repository(cluster: Cluster) -> None:
