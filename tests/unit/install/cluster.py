@@ -40,10 +40,11 @@ SRUN = """
         out = options.get("--output", "").replace("%t", str(task)).replace("%n", str(task))
         stream = open(out, "wb") if out else None
         children.append(subprocess.Popen(
-            arguments, env=os.environ | place, stdout=stream, stderr=stream))
-    def forward(number, frame):
+            arguments, env=os.environ | place, stdout=stream, stderr=stream,
+            start_new_session=True))
+    def forward(number, frame):  # like slurmstepd: to every process of the task
         for child in children:
-            child.send_signal(number)
+            os.killpg(child.pid, number)
     signal.signal(signal.SIGUSR1, forward)
     (record / "srun.ready").touch()
     sys.exit(max([child.wait() % 256 for child in children], default=0))
