@@ -6,32 +6,12 @@ generated reference and in editors. Checks that need two fields live in `config.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import Field
 
-
-def _absolute(path: Path) -> Path:
-    return path.expanduser().absolute()
-
-
-LocalPath = Annotated[Path, AfterValidator(_absolute)]
-"""A file or folder; made absolute, so that a saved configuration means the same anywhere."""
-PositiveInt = Annotated[int, Field(gt=0)]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-class Section(BaseModel):
-    """A frozen group of keys; an unknown key is an error."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        allow_inf_nan=False,
-    )
+from megatron_dapo.config.algorithm import AdvantageConfig, LossConfig, RewardConfig
+from megatron_dapo.config.section import Fraction, LocalPath, PositiveInt, Section
 
 
 class ModelConfig(Section):
@@ -238,72 +218,6 @@ class SamplingConfig(Section):
     """Too few mixed groups after max_rounds: stop with the counts, or train on what there is."""
     surplus: Literal["drop"] = "drop"
     """Mixed groups beyond the target: dropped and counted (the reference's rule)."""
-
-
-class RewardConfig(Section):
-    """Rule reward (DAPO Eq. 7) and length shaping (Eq. 13)."""
-
-    style: Literal["answer_line", "boxed", "either", "dapo_reference"] = "answer_line"
-    """Where the answer is read. dapo_reference reproduces the published grader bit by bit."""
-    correct: float = 1.0
-    """Reward of a right answer."""
-    incorrect: float = -1.0
-    """Reward of a wrong or missing answer."""
-    overlong_buffer_tokens: int = Field(default=4096, ge=0)
-    """L_cache of Eq. 13: the last tokens before the limit are punished linearly. 0: off."""
-    overlong_penalty: float = Field(default=1.0, ge=0.0)
-    """Punishment at max_response_tokens and beyond."""
-    filter_truncated: bool = False
-    """Overlong filtering: truncated responses count in the group's statistics but do not train."""
-    plugin: str | None = None
-    """dotted.path:function(prompt, response, answer, meta) -> float or dict of named parts."""
-
-
-class AdvantageConfig(Section):
-    """Group-relative advantages (DAPO Eq. 9)."""
-
-    normalize_std: bool = True
-    """Divide by the group's standard deviation. Off: Dr.GRPO."""
-    unbiased: bool = True
-    """n - 1 in that deviation (verl, NeMo-RL, TRL). Off: population."""
-    eps: float = Field(default=1e-6, ge=0.0)
-    """Added to that deviation."""
-
-
-class LossConfig(Section):
-    """Policy loss. Defaults are DAPO's (arXiv 2503.14476, 4.1)."""
-
-    ratio: Literal["token", "sequence"] = "token"
-    """token: DAPO Eq. 8. sequence: GSPO, for MoE policies whose routing drifts."""
-    objective: Literal["ppo", "cispo"] = "ppo"
-    """ppo: clipped surrogate. cispo: clipped, detached weight times log-prob."""
-    clip_low: float = Field(default=0.2, gt=0.0)
-    """Ratio may fall to 1 - clip_low. GSPO uses 3e-4."""
-    clip_high: float = Field(default=0.28, gt=0.0)
-    """Ratio may rise to 1 + clip_high; above clip_low it keeps rare tokens alive. GSPO: 4e-4."""
-    dual_clip: float | None = Field(default=None, gt=1.0)
-    """Caps the loss of tokens with negative advantage at ratio = dual_clip. The script uses 10."""
-    aggregation: Literal["token_mean", "sequence_mean", "group_token_mean", "constant"] = (
-        "token_mean"
-    )
-    """token_mean: over all counted tokens of the update. group_token_mean: Eq. 8 as printed.
-    sequence_mean: GRPO, GSPO. constant: Dr.GRPO."""
-    constant_tokens: PositiveInt | None = None
-    """Divisor of each response with aggregation = constant."""
-    kl_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL to the reference policy in the loss. DAPO: none."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of that KL. k3: never negative, low variance (GRPO)."""
-    entropy_coef: float = Field(default=0.0, ge=0.0)
-    """Weight of the entropy bonus. DAPO: none."""
-    mismatch: Literal[
-        "none", "tis_token", "tis_sequence", "icepop", "sequence_mask", "geometric"
-    ] = "none"
-    """Correction of the gap between engine and trainer log-probs."""
-    mismatch_low: float = Field(default=0.0, ge=0.0)
-    """Lower bound of the correction's weight; truncation does not read it."""
-    mismatch_high: float = Field(default=2.0, gt=0.0)
-    """Upper bound of the correction's weight."""
 
 
 class CheckpointConfig(Section):

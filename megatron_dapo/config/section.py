@@ -1,0 +1,30 @@
+"""What every section of the configuration is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+def _absolute(path: Path) -> Path:
+    return path.expanduser().absolute()
+
+
+LocalPath = Annotated[Path, AfterValidator(_absolute)]
+"""A file or folder; made absolute, so that a saved configuration means the same anywhere."""
+PositiveInt = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; an unknown key is an error."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+    )
