@@ -28,11 +28,14 @@ def main(arguments: list[str] | None = None) -> int:
     _quiet()
 
     # Imported here: a checkpoint's helper process imports this module and needs none of it.
-    from megatron_dapo.config.load import ConfigError, load_config
-    from megatron_dapo.trainer import train
+    from megatron_dapo.config import ConfigError, check_run, load_config
 
     try:
-        train(load_config(options.config, options.overrides))
+        config = load_config(options.config, options.overrides)
+        check_run(config)
+        from megatron_dapo.trainer import train
+
+        train(config)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG

@@ -32,14 +32,17 @@ def mean(total: Tensor | float, count: Tensor | float) -> Metric:
 
 
 def total(value: Tensor | float) -> Metric:
+    """Something that adds up over ranks and micro-batches."""
     return Metric("sum", value)
 
 
 def maximum(value: Tensor | float) -> Metric:
+    """The largest of what was observed."""
     return Metric("max", value)
 
 
 def minimum(value: Tensor | float) -> Metric:
+    """The smallest of what was observed."""
     return Metric("min", value)
 
 
