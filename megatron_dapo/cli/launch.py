@@ -2,19 +2,20 @@
 
 Several machines are started by srun or torchrun (examples/qwen32b/run.sh), one task per
 device; each task then runs `python -m megatron_dapo.train`. On one machine this launcher does
-the same: ranks meet through a file, so no port is opened, and their exit codes arrive whole.
+the same: ranks meet through an unnamed file, so no port is opened, and exit codes arrive whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -25,6 +26,8 @@ from megatron_dapo.data.prompts import PromptSet
 from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.parallel.launch_env import RENDEZVOUS_VARIABLE
 
+PR_SET_PDEATHSIG = 1
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
 TAIL_LINES = 25
@@ -69,20 +72,18 @@ def check_prompts(config: RunConfig) -> None:
 def launch_ranks(command: Sequence[str], world_size: int, logs: Path) -> int:
     """Run `python COMMAND` once for each rank; the exit code of the first that failed, or 0.
 
-    Rank 0 writes to this console, the others to `logs`. SIGINT and SIGTERM end all ranks, with
-    time to clean up, and are answered with 128 + signal.
+    Rank 0 writes to this console, the others to `logs`. SIGINT, SIGTERM and a closed terminal end
+    all ranks, with time to clean up, and are answered with 128 + signal. Should this process be
+    killed, the kernel ends the ranks.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="megatron_dapo_") as meeting,
-        _signals_stop() as stopped,
-    ):
-        store = Path(meeting) / "store"
-        ranks = [
-            _start_rank([sys.executable, *command], rank, world_size, store, logs)
-            for rank in range(world_size)
-        ]
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _signals_stop() as stopped, _meeting_file() as meeting:
         try:
+            for rank in range(world_size):
+                ranks.append(
+                    _start_rank([sys.executable, *command], rank, world_size, meeting, logs)
+                )
             return _watch(ranks, logs, stopped)
         finally:
             _stop(ranks)
@@ -90,13 +91,14 @@ def launch_ranks(command: Sequence[str], world_size: int, logs: Path) -> int:
 
 @contextlib.contextmanager
 def _signals_stop() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying from them."""
+    """Collect signals that ask to stop instead of dying from them; ignored ones stay ignored."""
     received: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in heard}
     try:
         yield received
     finally:
@@ -104,8 +106,21 @@ def _signals_stop() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def _meeting_file() -> Iterator[int]:
+    """Descriptor of the file through which the ranks find each other.
+
+    It has no name anywhere, so nothing of it is left, however its processes end.
+    """
+    descriptor = os.memfd_create("megatron_dapo_ranks")
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def _start_rank(
-    command: Sequence[str], rank: int, world_size: int, store: Path, logs: Path
+    command: Sequence[str], rank: int, world_size: int, meeting: int, logs: Path
 ) -> subprocess.Popen[bytes]:
     """One rank in a session of its own, so that Ctrl-C reaches the launcher alone."""
     environment = os.environ | {
@@ -113,15 +128,33 @@ def _start_rank(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        RENDEZVOUS_VARIABLE: f"file://{store}",
+        RENDEZVOUS_VARIABLE: f"file:///proc/self/fd/{meeting}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
-    if rank == 0:
-        return subprocess.Popen(command, env=environment, start_new_session=True)
-    with _log_of(logs, rank).open("wb") as log:
+    console = contextlib.nullcontext()
+    with console if rank == 0 else _log_of(logs, rank).open("wb") as log:
         return subprocess.Popen(
-            command, env=environment, start_new_session=True, stdout=log, stderr=subprocess.STDOUT
+            command,
+            env=environment,
+            pass_fds=(meeting,),
+            start_new_session=True,
+            preexec_fn=partial(_die_with, os.getpid()),
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
         )
+
+
+_C_LIBRARY = ctypes.CDLL(None)
+
+
+def _die_with(launcher: int) -> None:
+    """Between fork and exec of a rank: SIGKILL when the launcher ends without stopping it.
+
+    What a killed rank 0 leaves (engines, sockets, shared memory) its engines' guardians remove.
+    """
+    _C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        os._exit(1)
 
 
 def _log_of(logs: Path, rank: int) -> Path:
@@ -169,9 +202,9 @@ def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
         process.terminate()
     deadline = time.monotonic() + GRACE_SECONDS
     for process in running:
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    for process in ranks:  # also helpers of ranks that ended by themselves
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,222 @@
+"""The launcher, with small scripts as ranks: exit codes, logs, signals, and what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dapo.cli import launch
+from megatron_dapo.cli.launch import launch_ranks, launch_training
+from megatron_dapo.config import ConfigError
+from tests.conftest import REPOSITORY
+from tests.unit.config.runs import make_config
+
+PATIENCE_SECONDS = 30.0
+BY_RANK = "import os, sys, time; rank = int(os.environ['RANK']); "
+
+
+def run(script: str, world_size: int, folder: Path) -> int:
+    return launch_ranks(["-c", BY_RANK + script], world_size, folder / "logs")
+
+
+def test_every_rank_gets_its_place_and_all_done_is_exit_code_0(tmp_path: Path) -> None:
+    script = f"open(f'{tmp_path}/{{rank}}', 'w').write(' '.join(os.environ[n] for n in NAMES))"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
+    assert run(f"NAMES = {names}; {script}", 2, tmp_path) == 0
+    assert [(tmp_path / str(rank)).read_text() for rank in (0, 1)] == ["0 0 2 2 1", "1 1 2 2 1"]
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("sys.exit({0: 0, 1: 5}[rank])", 5),
+        ("rank == 0 and time.sleep(60); sys.exit(6)", 6),
+        ("rank == 1 and time.sleep(60); sys.exit(78)", 78),
+        ("rank == 1 and os.kill(os.getpid(), 9)", 137),
+        ("rank == 1 and os.kill(os.getpid(), 9); time.sleep(60)", 137),
+    ],
+)
+def test_the_first_failure_ends_all_ranks_and_gives_the_exit_code(
+    tmp_path: Path, script: str, code: int
+) -> None:
+    started = time.monotonic()
+    assert run(script, 2, tmp_path) == code
+    assert time.monotonic() - started < PATIENCE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("codes", "cause"), [([3, 4], 0), ([1, 75], 1), ([1, 78], 1), ([-9, None, 78], 2), ([0, 1], 1)]
+)
+def test_a_rank_that_chose_its_exit_code_explains_a_failure(
+    codes: list[int | None], cause: int
+) -> None:
+    failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
+    assert launch._first_cause(failed, codes) == cause
+
+
+def test_the_last_lines_of_a_failed_rank_come_to_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = launch.TAIL_LINES
+    script = f"rank and [print(f'line {{n}}') for n in range({lines + 5})]; sys.exit(rank * 9)"
+    assert run(script, 2, tmp_path) == 9
+    answer = capsys.readouterr().err.splitlines()
+    assert answer[0] == "trainer rank 1 ended with exit code 9"
+    assert answer[1:] == [f"line {number}" for number in range(5, lines + 5)]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
+    stubborn = "import signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid"
+    tell = f"open('{tmp_path}/child', 'w').write(str({child})); "
+    wait = f"\nwhile not os.path.exists('{tmp_path}/child'): time.sleep(0.01)\n"
+    script = f"{stubborn}\nif rank == 0: {tell} time.sleep(600)\n{wait}sys.exit(7)"
+    assert run(script, 2, tmp_path) == 7
+    wait_until(lambda: not_running(int((tmp_path / "child").read_text())))
+
+
+def test_children_of_a_rank_that_died_are_ended(tmp_path: Path) -> None:
+    child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid"
+    script = f"import subprocess; open('{tmp_path}/child', 'w').write(str({child})); os._exit(3)"
+    assert run(script, 1, tmp_path) == 3
+    wait_until(lambda: not_running(int((tmp_path / "child").read_text())))
+
+
+MEET = """
+import torch, torch.distributed as dist
+from datetime import timedelta
+from megatron_dapo.parallel.launch_env import init_process_group, read_launch_env
+init_process_group(read_launch_env(os.environ), timeout=timedelta(seconds=60), backend="gloo")
+total = torch.tensor(rank + 1)
+dist.all_reduce(total, group=dist.new_group([0, 1], backend="gloo"))
+dist.destroy_process_group()
+sys.exit(40 + total.item())
+"""
+
+
+def test_ranks_meet_and_leave_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    assert run(f"{MEET}", 2, tmp_path) == 43
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_several_machines_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.nodes=2: .*run\.sh.*srun or torchrun"):
+        launch_training(make_config(parallel={"nodes": 2}))
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from megatron_dapo.cli.launch import launch_ranks
+sys.exit(launch_ranks(["-c", sys.argv[1]], 2, Path(sys.argv[2], "logs")))
+"""
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+def leave(number, frame):
+    Path("{folder}", f"cleaned{{os.environ['RANK']}}").touch()
+    sys.exit(1)
+signal.signal(signal.SIGTERM, leave)
+Path("{folder}", f"pid{{os.environ['RANK']}}").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a launcher in a process of its own, and waits for its two ranks."""
+    processes = []
+
+    def start(*prefix: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*prefix, sys.executable, "-c", LAUNCHER, RANK.format(folder=tmp_path), str(tmp_path)],
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        wait_until(lambda: all((tmp_path / f"pid{rank}").exists() for rank in (0, 1)))
+        wait_until(lambda: all(rank_pid(tmp_path, rank) for rank in (0, 1)))
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def rank_pid(folder: Path, rank: int) -> int:
+    return int((folder / f"pid{rank}").read_text() or 0)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def not_running(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_lets_all_ranks_clean_up(
+    launcher: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    number: signal.Signals,
+    code: int,
+) -> None:
+    process = launcher()
+    process.send_signal(number)
+    assert process.wait(PATIENCE_SECONDS) == code
+    assert all((tmp_path / f"cleaned{rank}").exists() for rank in (0, 1))
+    assert all(not_running(rank_pid(tmp_path, rank)) for rank in (0, 1))
+
+
+def test_a_signal_to_the_terminal_reaches_the_launcher_alone(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher()
+    sessions = {os.getsid(rank_pid(tmp_path, rank)) for rank in (0, 1)}
+    assert len(sessions | {os.getsid(process.pid)}) == 3
+
+
+def test_nohup_keeps_a_run_alive_when_the_terminal_closes(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher("nohup")
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_SECONDS) == 143
+
+
+def test_killing_the_launcher_kills_its_ranks(
+    launcher: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = launcher()
+    process.kill()
+    process.wait(PATIENCE_SECONDS)
+    wait_until(lambda: all(not_running(rank_pid(tmp_path, rank)) for rank in (0, 1)))
