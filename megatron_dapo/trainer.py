@@ -5,7 +5,8 @@ groups, turns rewards into advantages, and hands one `RolloutBatch` of plain ten
 From there on every rank does the same, and only the last pipeline stage sees a loss.
 
     prompts -> groups of mixed accuracy -> RolloutBatch -> packed updates
-            -> old log-probs -> gradient steps -> weights into the engines -> metrics
+            -> old log-probs, a critic's values -> gradient steps -> weights into the engines
+            -> metrics
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
@@ -36,7 +38,9 @@ from megatron_dapo.observability.timing import PhaseTimer
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.launch_env import LaunchEnv, init_process_group, read_launch_env
-from megatron_dapo.policy.policy import POLICY_METRICS, Policy, UpdateResult
+from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
+from megatron_dapo.policy.policy import POLICY_METRICS, Policy
+from megatron_dapo.policy.trained_model import TrainedModel, UpdateResult
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.shared_memory import SharedMemoryTransport
 from megatron_dapo.resharding.transfer import export_stream
@@ -51,18 +55,21 @@ HF_FOLDER = "hf"
 
 @dataclass
 class Trainer:
-    """One rank's view of a run. `rollouts` and `sinks` exist on global rank 0 only."""
+    """One rank's view of a run. `rollouts` and `sinks` exist on global rank 0 only, `critic` on
+    every rank with advantage.estimator=gae."""
 
     config: RunConfig
     hf_config: PretrainedConfig
     parallel: ParallelContext
     policy: Policy
+    critic: Critic | None
     transport: SharedMemoryTransport
     rollouts: RolloutDriver | None
     sinks: Sinks | None
     policy_version: int = 0
     """Rollout steps that the weights have been trained for; stamped on every response."""
-    skipped_in_a_row: int = 0
+    skipped_in_a_row: Counter[str] = field(default_factory=Counter)
+    """By the model that was not updated."""
 
     def run(self) -> None:
         """Train from where the run directory stands to `training.steps`, then export."""
@@ -90,10 +97,15 @@ class Trainer:
             updates = self._pack(batch)
         with timer.phase("old_log_prob"):
             updates = [self._with_old_logprobs(update, bag) for update in updates]
+        if self.critic is not None:
+            with timer.phase("values"):
+                updates = [self.critic.values(update) for update in updates]
+            with timer.phase("adv"):
+                updates = self.critic.advantages(updates)
+            with timer.phase("update_critic"):
+                self._train(self.critic, updates, step, bag)
         with timer.phase("update_actor"):
-            self.policy.start_step(step)
-            for update in updates * self.config.training.epochs:
-                self._count_skipped(self.policy.update(update), bag)
+            self._train(self.policy, updates, step, bag)
         with timer.phase("weight_sync"):
             self.policy_version = step
             self.sync_weights()
@@ -140,15 +152,23 @@ class Trainer:
         bag.update(metrics.metrics)
         return scored
 
-    def _count_skipped(self, result: UpdateResult, bag: MetricBag) -> None:
-        """Add up metrics; stop when non-finite gradients keep coming (on all ranks alike)."""
-        bag.update(result.metrics.metrics)
+    def _train(
+        self, model: TrainedModel, updates: Sequence[list[MicroBatch]], step: int, bag: MetricBag
+    ) -> None:
+        model.start_step(step)
+        for update in [*updates] * self.config.training.epochs:
+            result = model.update(update)
+            bag.update(result.metrics.metrics)
+            self._count_skipped(model.name, result)
+
+    def _count_skipped(self, model: str, result: UpdateResult) -> None:
+        """Stop when non-finite gradients keep coming (on all ranks alike)."""
         broken = result.skipped and not math.isfinite(result.grad_norm)
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if broken else 0
-        if self.skipped_in_a_row >= self.config.training.stop_after_skipped:
+        self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if broken else 0
+        if self.skipped_in_a_row[model] >= self.config.training.stop_after_skipped:
             raise RuntimeError(
-                f"{self.skipped_in_a_row} updates in a row had a gradient norm of "
-                f"{result.grad_norm} (training.stop_after_skipped="
+                f"{self.skipped_in_a_row[model]} updates of the {model} in a row had a gradient "
+                f"norm of {result.grad_norm} (training.stop_after_skipped="
                 f"{self.config.training.stop_after_skipped}); the weights are those of the last "
                 "finite update. Look at actor/ratio_max and the samples of this step"
             )
@@ -178,6 +198,7 @@ class Trainer:
             parallel=self.parallel,
             state=state,
             keep=self.config.checkpoint.keep,
+            critic=self.critic,
         )
 
     def resume(self) -> int:
@@ -194,9 +215,12 @@ class Trainer:
             chunks=self.policy.chunks,
             optimizer=self.policy.optimizer if continues else None,
             parallel=self.parallel,
+            critic=self.critic if continues else None,
         )
         if not continues:
             self.policy.weights_loaded()
+            if self.critic is not None:
+                self.critic.start_from(self.policy.chunks)
         elif self.rollouts is not None:
             self.rollouts.load_state_dict(restored.state)
         self.policy_version = restored.step
@@ -231,7 +255,8 @@ class Trainer:
         timer: PhaseTimer,
     ) -> None:
         """Merge what all ranks saw (one collective) and write it, on global rank 0."""
-        merged = reduce_bags(bag, POLICY_METRICS, self.parallel.control_group)
+        names = {**POLICY_METRICS, **CRITIC_METRICS}
+        merged = reduce_bags(bag, names, self.parallel.control_group)
         if self.sinks is None or rollout is None:
             return
         trained = [
@@ -285,9 +310,13 @@ def _open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer
         policy = Policy.build(config, hf_config, parallel)
         load_hf_weights(policy.chunks, hf_config, config.model.path, parallel)
         policy.weights_loaded()
+        critic = None
+        if config.advantage.estimator == "gae":
+            critic = Critic.build(config, hf_config, parallel)
+            critic.start_from(policy.chunks)
         if rollouts is not None:
             rollouts.wait_ready()
-        yield Trainer(config, hf_config, parallel, policy, transport, rollouts, sinks)
+        yield Trainer(config, hf_config, parallel, policy, critic, transport, rollouts, sinks)
 
 
 def join_ranks(config: RunConfig, environment: LaunchEnv) -> ParallelContext:

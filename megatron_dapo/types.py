@@ -112,7 +112,8 @@ class RolloutBatch:
     prompt_tokens: Tensor  # [responses] int64, length of each prompt
     response_tokens: Tensor  # [responses] int64, length of each response
     rollout_logprobs: Tensor  # [sum(response_tokens)] fp32, from the engine
-    advantages: Tensor  # [responses] fp32
+    rewards: Tensor  # [responses] fp32, shaped; NaN allowed where not graded
+    advantages: Tensor  # [responses] fp32, relative to the group; 0 where a critic gives them
     trained: Tensor  # [responses] bool, False: overlong-filtered or not graded
     group_index: Tensor  # [responses] int64, 0 .. groups - 1
     policy_version: Tensor  # [responses] int64
@@ -146,8 +147,11 @@ class MicroBatch:
     group_index: Tensor  # [tokens] int64, group of the update's batch; padding points at 0
     rollout_logprobs: Tensor  # [tokens] fp32, 0 where there is no response token
     rows: Tensor  # [num_sequences] int64, row of each sequence in the RolloutBatch
+    rewards: Tensor  # [num_sequences] fp32, shaped
     old_logprobs: Tensor | None = None  # [tokens] fp32, set by Policy.logprobs on the last stage
     reference_logprobs: Tensor | None = None  # [tokens] fp32
+    values: Tensor | None = None  # [tokens] fp32, set by Critic.values on the last stage
+    returns: Tensor | None = None  # [tokens] fp32, what values should be, by Critic.advantages
 
     @property
     def num_tokens(self) -> int:

@@ -246,6 +246,7 @@ class _PackWriter:
             group_index=group_index,
             rollout_logprobs=rollout_logprobs,
             rows=rows,
+            rewards=self.batch.rewards[rows],
         )
 
 
@@ -255,7 +256,7 @@ def context_slice(micro_batch: MicroBatch, cp_rank: int, cp_size: int) -> MicroB
     The zig-zag gives every rank the same attention work under a causal mask. All [tokens] fields
     become [tokens / cp_size]; `cu_seqlens`, `max_seqlen`, `num_sequences` and `rows` stay those of
     the whole pack. Labels were set before the cut, so none crosses a chunk. Local: every rank of
-    cp_group holds the same pack and cuts it for itself.
+    cp_group holds the same pack and cuts it for itself. `rewards` stay whole too.
 
     Raises:
         ValueError: a sequence does not divide into 2 x cp_size chunks.
@@ -275,7 +276,12 @@ def context_slice(micro_batch: MicroBatch, cp_rank: int, cp_size: int) -> MicroB
         for part in (cp_rank, 2 * cp_size - 1 - cp_rank):
             pieces.append(torch.arange(start + part * chunk, start + (part + 1) * chunk))
     index = torch.cat(pieces).to(micro_batch.tokens.device)
-    old, reference = micro_batch.old_logprobs, micro_batch.reference_logprobs
+    found_later = {
+        "old_logprobs": micro_batch.old_logprobs,
+        "reference_logprobs": micro_batch.reference_logprobs,
+        "values": micro_batch.values,
+        "returns": micro_batch.returns,
+    }
     return micro_batch.replace(
         tokens=micro_batch.tokens[index],
         labels=micro_batch.labels[index],
@@ -285,6 +291,5 @@ def context_slice(micro_batch: MicroBatch, cp_rank: int, cp_size: int) -> MicroB
         advantages=micro_batch.advantages[index],
         group_index=micro_batch.group_index[index],
         rollout_logprobs=micro_batch.rollout_logprobs[index],
-        old_logprobs=None if old is None else old[index],
-        reference_logprobs=None if reference is None else reference[index],
+        **{name: value[index] for name, value in found_later.items() if value is not None},
     )

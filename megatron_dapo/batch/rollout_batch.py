@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.batch.advantages import group_advantages
-from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.config.schema import AdvantageConfig, RunConfig
 from megatron_dapo.types import Group, RolloutBatch
 
 
 def build_rollout_batch(groups: Sequence[Group], config: RunConfig) -> RolloutBatch:
-    """All responses of `groups`, in order, with the advantages of their shaped rewards.
+    """All responses of `groups`, in order, with their shaped rewards and the advantages of those.
 
     Groups are told apart by their place in `groups`, never by prompt text or id: the same prompt
     sampled twice makes two groups. Token ids and log-probs are the engine's, untouched.
@@ -40,14 +40,7 @@ def build_rollout_batch(groups: Sequence[Group], config: RunConfig) -> RolloutBa
     )
     graded = torch.tensor([reward.accuracy is not None for reward in rewards])
     truncated = torch.tensor([response.finish_reason == "length" for _, response in pairs])
-    advantages = group_advantages(
-        torch.tensor([reward.shaped for reward in rewards], dtype=torch.float64),
-        group_index,
-        valid=graded,
-        normalize_std=config.advantage.normalize_std,
-        unbiased=config.advantage.unbiased,
-        eps=config.advantage.eps,
-    )
+    shaped = torch.tensor([reward.shaped for reward in rewards], dtype=torch.float64)
     sequences = chain.from_iterable(
         (prompt.token_ids, answer.token_ids) for prompt, answer in pairs
     )
@@ -56,10 +49,27 @@ def build_rollout_batch(groups: Sequence[Group], config: RunConfig) -> RolloutBa
         prompt_tokens=torch.tensor([len(prompt.token_ids) for prompt, _ in pairs]),
         response_tokens=torch.tensor([len(response.token_ids) for _, response in pairs]),
         rollout_logprobs=_flat((answer.rollout_logprobs for _, answer in pairs), torch.float32),
-        advantages=advantages,
+        rewards=shaped.to(torch.float32),
+        advantages=_advantages(shaped, group_index, graded, config.advantage),
         trained=graded & ~truncated if config.reward.filter_truncated else graded,
         group_index=group_index,
         policy_version=torch.tensor([response.policy_version for _, response in pairs]),
+    )
+
+
+def _advantages(
+    rewards: Tensor, group_index: Tensor, graded: Tensor, config: AdvantageConfig
+) -> Tensor:
+    """[responses] fp32: of the groups, or 0 where a critic will give one to each token."""
+    if config.estimator == "gae":
+        return torch.zeros_like(rewards, dtype=torch.float32)
+    return group_advantages(
+        rewards,
+        group_index,
+        valid=graded,
+        normalize_std=config.normalize_std,
+        unbiased=config.unbiased,
+        eps=config.eps,
     )
 
 
@@ -69,6 +79,7 @@ def _flat(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
 
 _DTYPES = {
     "rollout_logprobs": torch.float32,
+    "rewards": torch.float32,
     "advantages": torch.float32,
     "trained": torch.bool,
 }

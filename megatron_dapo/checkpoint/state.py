@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,10 +46,18 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E
 logger = logging.getLogger(__name__)
 
 TENSORS = "megatron"
+CRITIC = "critic"
 STATE_FILE = "state.json"
 RANDOM = "random"
 _OWNER = re.compile(r"(?:__|rank_)(\d+)")
 """Which rank wrote a file, in its name: `__3_0.distcp`, `rank_00003.pt`."""
+
+
+class Critic(Protocol):
+    """What is kept of a `policy.critic.Critic`."""
+
+    chunks: list[GPTModel]
+    optimizer: ChainedOptimizer
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,7 @@ def save_checkpoint(
     state: Mapping[str, JsonValue],
     parallel: ParallelContext,
     keep: int,
+    critic: Critic | None = None,
 ) -> Path:
     """Write `folder/step_N` completely or not at all, then delete the oldest beyond `keep`.
 
@@ -81,6 +91,7 @@ def save_checkpoint(
         chunks: this rank's model chunks, unwrapped.
         optimizer: None saves the weights alone.
         state: counters, positions, schedules; the same on every rank, rank 0's is written.
+        critic: of PPO, with its optimizer; into a folder of its own.
 
     Raises:
         RuntimeError: the main script would be run again by the writer's helper process.
@@ -91,6 +102,8 @@ def save_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         (unfinished / TENSORS).mkdir(parents=True)
         (unfinished / RANDOM).mkdir()
+        if critic is not None:
+            (unfinished / CRITIC).mkdir()
         document = {
             "step": step,
             "layout": _layout(parallel, len(chunks)),
@@ -99,11 +112,9 @@ def save_checkpoint(
         }
         (unfinished / STATE_FILE).write_text(json.dumps(document, indent=1))
     dist.barrier(group=parallel.control_group)
-    dist_checkpointing.save(
-        _sharded_state(chunks, optimizer, loading=False),
-        str(unfinished / TENSORS),
-        content_metadata=_metadata(),
-    )
+    _save_tensors(unfinished / TENSORS, chunks, optimizer)
+    if critic is not None:
+        _save_tensors(unfinished / CRITIC, critic.chunks, critic.optimizer)
     torch.save(_random_states(), _random_file(unfinished, parallel.rank))
     dist.barrier(group=parallel.control_group)
     records = _record_all(unfinished, parallel)
@@ -120,6 +131,7 @@ def load_checkpoint(
     chunks: Sequence[GPTModel],
     optimizer: ChainedOptimizer | None,
     parallel: ParallelContext,
+    critic: Critic | None = None,
     verify_digests: bool = True,
 ) -> Restored:
     """Fill weights, optimizer and random states from `checkpoint`, whatever layout wrote it.
@@ -129,10 +141,11 @@ def load_checkpoint(
 
     Args:
         optimizer: None takes the weights alone.
+        critic: None leaves a saved one where it is.
 
     Raises:
         RuntimeError: the checkpoint is incomplete or damaged.
-        ValueError: its optimizer cannot be cut for this layout.
+        ValueError: its optimizer cannot be cut for this layout, or it has no critic.
     """
     require_complete(checkpoint)
     if verify_digests:
@@ -140,13 +153,14 @@ def load_checkpoint(
     document = json.loads((checkpoint / STATE_FILE).read_text())
     if optimizer is not None:
         _check_optimizers(document["optimizers"], optimizer, checkpoint)
-    loaded = dist_checkpointing.load(
-        _sharded_state(chunks, optimizer, loading=True), str(checkpoint / TENSORS)
-    )
-    for key, chunk in zip(_chunk_keys(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded[key])
-    if optimizer is not None:
-        _load_optimizer(optimizer, loaded["optimizer"])
+    if critic is not None and not (checkpoint / CRITIC).is_dir():
+        raise ValueError(
+            f"{checkpoint} holds no critic: it was saved without advantage.estimator=gae. Resume "
+            "with the estimator it was trained with, or start from its weights in a new run_dir"
+        )
+    _load_tensors(checkpoint / TENSORS, chunks, optimizer)
+    if critic is not None:
+        _load_tensors(checkpoint / CRITIC, critic.chunks, critic.optimizer)
     same_layout = document["layout"] == _layout(parallel, len(chunks))
     if same_layout:
         _restore_random_states(_random_file(checkpoint, parallel.rank))
@@ -170,6 +184,24 @@ def _metadata() -> dict[str, object]:
         "chained_optim_avoid_prefix": True,
         "singleton_local_shards": False,
     }
+
+
+def _save_tensors(
+    folder: Path, chunks: Sequence[GPTModel], optimizer: ChainedOptimizer | None
+) -> None:
+    dist_checkpointing.save(
+        _sharded_state(chunks, optimizer, loading=False), str(folder), content_metadata=_metadata()
+    )
+
+
+def _load_tensors(
+    folder: Path, chunks: Sequence[GPTModel], optimizer: ChainedOptimizer | None
+) -> None:
+    loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(folder))
+    for key, chunk in zip(_chunk_keys(chunks), chunks, strict=True):
+        chunk.load_state_dict(loaded[key])
+    if optimizer is not None:
+        _load_optimizer(optimizer, loaded["optimizer"])
 
 
 def _chunk_keys(chunks: Sequence[GPTModel]) -> list[str]:

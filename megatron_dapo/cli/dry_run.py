@@ -135,7 +135,7 @@ def _show_memory(console: Console, config: RunConfig, shape: ModelShape) -> None
         console.print(line, markup=False, highlight=False)
 
 
-_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "reference")
+_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "reference", "critic")
 
 
 def _memory_cells(plan: MemoryPlan) -> list[str]:
@@ -146,6 +146,7 @@ def _memory_cells(plan: MemoryPlan) -> list[str]:
         plan.activations,
         plan.logits,
         plan.reference,
+        plan.critic,
         plan.total,
     )
     count = f"{plan.parameter_count:,}"

@@ -1,4 +1,4 @@
-"""Keys of the algorithm: reward, advantages, policy loss."""
+"""Keys of the algorithm: reward, advantages, policy loss and critic."""
 
 from __future__ import annotations
 
@@ -29,8 +29,16 @@ class RewardConfig(Section):
 
 
 class AdvantageConfig(Section):
-    """Group-relative advantages (DAPO Eq. 9)."""
+    """What an advantage is relative to: the group (DAPO Eq. 9) or a critic (PPO)."""
 
+    estimator: Literal["group", "gae"] = "group"
+    """group: the other responses of the prompt. gae: a critic's values (PPO, arXiv 1707.06347),
+    whitened over the rollout batch; trains a second model, see `critic`."""
+    gamma: float = Field(default=1.0, gt=0.0, le=1.0)
+    """Discount a token; gae only. 1: the length of an answer does not matter."""
+    lam: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Lambda of generalised advantage estimation (arXiv 1506.02438); gae only. 1: no bias from the
+    critic; below, less variance. verl: 1; PPO on short tasks: 0.95."""
     normalize_std: bool = True
     """Divide by the group's standard deviation. Off: Dr.GRPO."""
     unbiased: bool = True
@@ -73,3 +81,14 @@ class LossConfig(Section):
     """Lower bound of the correction's weight; truncation does not read it."""
     mismatch_high: float = Field(default=2.0, gt=0.0)
     """Upper bound of the correction's weight."""
+
+
+class CriticConfig(Section):
+    """The value model of PPO: the policy's start weights under a scalar head. Read only with
+    advantage.estimator = gae; what is not here is as in `optimizer`."""
+
+    lr: float = Field(default=1e-5, gt=0.0)
+    """Constant after optimizer.warmup_steps. verl: 1e-5, above the policy's: the head is new."""
+    clip_width: float = Field(default=0.5, gt=0.0)
+    """A value that moves further than this from what it was at the rollout has no gradient, in
+    units of reward. verl: 0.5; PPO's 0.2 is for returns of unit scale."""

@@ -14,7 +14,7 @@ from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.layout_checks import layout_problems
 from megatron_dapo.config.model_shape import ModelShape
 from megatron_dapo.config.redact import redact_text
-from megatron_dapo.config.schema import LossConfig, RunConfig
+from megatron_dapo.config.schema import AdvantageConfig, CriticConfig, LossConfig, RunConfig
 
 GSPO_WIDEST_CLIP = 0.1
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
@@ -38,6 +38,7 @@ def check_config(config: RunConfig, hf_config: Mapping[str, object]) -> None:
         *length_problems(config, shape),
         *sampling_problems(config),
         *reward_problems(config),
+        *advantage_problems(config),
         *loss_problems(config.loss),
         *rollout_problems(config, shape),
         *layout_problems(config, shape),
@@ -52,10 +53,11 @@ def batch_problems(config: RunConfig) -> Iterator[str]:
     """Responses -> updates -> data-parallel ranks."""
     update, group = config.training.responses_per_update, config.rollout.group_size
     total = config.responses_per_step
-    if group == 1:
+    if group == 1 and config.advantage.estimator == "group":
         yield (
             "rollout.group_size=1: an advantage relative to its group needs at least 2 responses "
-            "a prompt, or every advantage is 0. DAPO uses 16."
+            "a prompt, or every advantage is 0. DAPO uses 16. PPO takes 1: "
+            "advantage.estimator=gae."
         )
     if total % update:
         yield (
@@ -160,6 +162,30 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"reward.plugin={reward.plugin!r}: must be dotted.path:function, for example "
             "my_rewards.math:grade"
+        )
+
+
+def advantage_problems(config: RunConfig) -> Iterator[str]:
+    """Keys of one estimator are not read by the other."""
+    advantage, default = config.advantage, AdvantageConfig()
+    gae = advantage.estimator == "gae"
+    unread = ("normalize_std", "unbiased", "eps") if gae else ("gamma", "lam")
+    for name in unread:
+        value, usual = advantage.model_dump()[name], default.model_dump()[name]
+        if value != usual:
+            yield (
+                f"advantage.{name}={value}: not read with advantage.estimator="
+                f"{advantage.estimator}. Leave it out (its default is {usual})."
+            )
+    if not gae and config.critic != CriticConfig():
+        yield (
+            "critic: read only with advantage.estimator=gae, which is group. Leave it out, or set "
+            "advantage.estimator=gae."
+        )
+    if gae and config.sampling.dynamic and config.rollout.group_size == 1:
+        yield (
+            "sampling.dynamic=true: keeps groups of mixed accuracy, and a group of "
+            "rollout.group_size=1 never is. Set sampling.dynamic=false; the critic needs no mix."
         )
 
 

@@ -25,6 +25,8 @@ FOREIGN_NAMES = {
     "eps_clip_high": "loss.clip_high",
     "clip_ratio_c": "loss.dual_clip",
     "loss_agg_mode": "loss.aggregation",
+    "adv_estimator": "advantage.estimator",
+    "cliprange_value": "critic.clip_width",
     "learning_rate": "optimizer.lr",
     "max_completion_length": "rollout.max_response_tokens",
     "tensor_model_parallel_size": "parallel.tensor",

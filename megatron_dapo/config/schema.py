@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_dapo.config.algorithm import AdvantageConfig, LossConfig, RewardConfig
+from megatron_dapo.config.algorithm import AdvantageConfig, CriticConfig, LossConfig, RewardConfig
 from megatron_dapo.config.section import Fraction, LocalPath, PositiveInt, Section
 
 
@@ -282,6 +282,7 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    critic: CriticConfig = CriticConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -98,8 +98,9 @@ def _amount(value: float) -> str:
 
 
 def _training_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Both passes of the policy as one number."""
-    parts = [f"timing_s/{name}" for name in ("old_log_prob", "update_actor")]
+    """All passes of the policy and of a critic as one number."""
+    phases = ("old_log_prob", "values", "update_critic", "update_actor")
+    parts = [f"timing_s/{name}" for name in phases]
     present = [metrics[name] for name in parts if name in metrics]
     return {"train": sum(present)} if present else {}
 

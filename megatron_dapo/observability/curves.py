@@ -23,6 +23,7 @@ PHASES = {
     "gen": ("generation", BLUE),
     "old_log_prob": ("old log-probs", "#93c5fd"),
     "update_actor": ("update", ORANGE),
+    "update_critic": ("critic", PURPLE),
     "weight_sync": ("weight sync", GREEN),
     REST: (REST, "#cbd2d9"),
 }

@@ -24,6 +24,8 @@ FORMULAS = (
     "activations  stage's layers x micro-batches in flight (pipeline - stage) x tokens / context x "
     "bytes x [4 hidden + (2 heads + 2 kv) head_dim + 3 ffn] / tensor; MoE: 3 ffn becomes top-k x "
     "(3 expert_ffn + 2 hidden); recompute=full keeps hidden of each layer and one layer whole",
+    "critic       advantage.estimator=gae: weights, gradients and optimizer once more (the head it "
+    "does not have included)",
     "logits       last stage: tokens / context x padded vocabulary / tensor x bytes of dtype",
     "engine       weights / engine_tensor, and 2 x layers x kv heads x head_dim x bytes per cached "
     "token; a colocated engine gives its memory back while training",
@@ -42,6 +44,8 @@ class MemoryPlan:
     activations: float
     logits: float
     reference: float
+    critic: float
+    """Weights, gradients and optimizer of PPO's second model."""
 
     @property
     def total(self) -> float:
@@ -53,6 +57,7 @@ class MemoryPlan:
             + self.activations
             + self.logits
             + self.reference
+            + self.critic
         )
 
 
@@ -80,9 +85,10 @@ def parameter_count(shape: ModelShape) -> int:
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Size of one checkpoint: weights, masters and both moments of every parameter."""
+    """Size of one checkpoint: weights, masters and both moments, of the policy and a critic."""
     states = 8 if config.model.dtype == "float32" else 12
-    return parameter_count(shape) * (_item_bytes(config) + states)
+    models = 2 if config.advantage.estimator == "gae" else 1
+    return models * parameter_count(shape) * (_item_bytes(config) + states)
 
 
 def plan_stage(config: RunConfig, shape: ModelShape, stage: int) -> MemoryPlan:
@@ -93,15 +99,19 @@ def plan_stage(config: RunConfig, shape: ModelShape, stage: int) -> MemoryPlan:
     dense_sharers = parallel.data * parallel.context if parallel.distributed_optimizer else 1
     expert_sharers = _expert_sharers(parallel) if parallel.distributed_optimizer else 1
     parameters = (dense + experts) * _weight_bytes(config)
+    gradients = 4 * (dense + experts)
+    optimizer = states * (dense / dense_sharers + experts / expert_sharers)
+    gae = config.advantage.estimator == "gae"
     return MemoryPlan(
         stage=stage,
         parameter_count=dense + experts,
         parameters=parameters,
-        gradients=4 * (dense + experts),
-        optimizer=states * (dense / dense_sharers + experts / expert_sharers),
+        gradients=gradients,
+        optimizer=optimizer,
         activations=_activations(config, shape, stage),
         logits=_logits(config, shape) if stage == parallel.pipeline - 1 else 0.0,
         reference=parameters if config.loss.kl_coef > 0 else 0.0,
+        critic=parameters + gradients + optimizer if gae else 0.0,
     )
 
 

@@ -1,7 +1,7 @@
 """Micro-batches through Megatron's pipeline schedule, with or without the backward pass.
 
 The schedule owns the order, the messages between stages and the finalisation of gradients; this
-module feeds it, and hands the logits of the last stage to a callback.
+module feeds it, and hands the outputs of the last stage to a callback.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 Result = TypeVar("Result")
 Visit = Callable[[Tensor, MicroBatch], Result]
-"""(logits [tokens / cp, vocab / tp], micro-batch of this context rank) -> what to keep."""
+"""(logits [tokens / cp, vocab / tp] or values [tokens / cp, 1], micro-batch of this context rank)
+-> what to keep."""
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Result]]
 """The same -> (loss_sum, denominator, what to keep). loss_sum is a scalar with gradient and
 denominator an int64 scalar, both this rank's parts: Megatron divides the summed gradients once,
@@ -53,7 +54,7 @@ def _to_device(micro_batch: MicroBatch, target: torch.device) -> MicroBatch:
     return micro_batch.replace(**moved)
 
 
-def visit_logits(
+def visit_outputs(
     chunks: Sequence[nn.Module],
     micro_batches: Sequence[MicroBatch],
     visit: Visit[Result],

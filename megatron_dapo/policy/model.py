@@ -44,11 +44,17 @@ def layer_provider() -> LayerProvider:
 
 
 def build_chunks(
-    config: RunConfig, hf_config: PretrainedConfig, parallel: ParallelContext
+    config: RunConfig,
+    hf_config: PretrainedConfig,
+    parallel: ParallelContext,
+    model_class: type[GPTModel] = GPTModel,
 ) -> list[GPTModel]:
     """This rank's model chunks with fresh weights: one, or `virtual_pipeline` of them.
 
     Every rank calls it. Communicates: tied embeddings, over first and last stage.
+
+    Args:
+        model_class: GPTModel, or `value_head.ValueModel`.
 
     Raises:
         ValueError: the model family, one of its options, or the FP8 recipe cannot be trained.
@@ -64,12 +70,15 @@ def build_chunks(
         check_recipe_is_live(config.precision, get_fp8_recipe(transformer))
     count = config.parallel.virtual_pipeline
     return [
-        _build_chunk(transformer, hf_config, parallel, provider, index if count else None, count)
+        _build_chunk(
+            model_class, transformer, hf_config, parallel, provider, index if count else None, count
+        )
         for index in range(count or 1)
     ]
 
 
 def _build_chunk(
+    model_class: type[GPTModel],
     transformer: TransformerConfig,
     hf_config: PretrainedConfig,
     parallel: ParallelContext,
@@ -79,7 +88,7 @@ def _build_chunk(
 ) -> GPTModel:
     first = parallel.is_first_stage and index in (None, 0)
     last = parallel.is_last_stage and (index is None or index + 1 == count)
-    model = GPTModel(
+    model = model_class(
         transformer,
         _block_spec(transformer, provider, index),
         vocab_size=padded_vocab_size(hf_config.vocab_size, parallel.tp_size),

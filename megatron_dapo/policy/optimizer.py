@@ -71,13 +71,12 @@ def wrap_chunks(chunks: Sequence[GPTModel], config: RunConfig) -> list[Distribut
 
 
 def build_optimizer(
-    wrapped: Sequence[DistributedDataParallel], config: RunConfig
+    wrapped: Sequence[DistributedDataParallel], config: RunConfig, settings: OptimizerConfig
 ) -> ChainedOptimizer:
     """AdamW over the wrapped chunks; biases and norms do not decay (Megatron's rule).
 
     Every rank calls it. Communicates: names of the parameter groups.
     """
-    settings = config.optimizer
     bf16 = config.model.dtype == "bfloat16"
     optimizer = megatron_optimizer.get_megatron_optimizer(
         megatron_optimizer.OptimizerConfig(

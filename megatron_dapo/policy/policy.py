@@ -2,47 +2,25 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_dapo import device
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.loss.denominators import Ledger
 from megatron_dapo.loss.policy_loss import LOSS_METRICS, policy_loss
 from megatron_dapo.loss.vocab_parallel import vocab_parallel_logprobs
-from megatron_dapo.observability.metrics import Kind, Metric, MetricBag, maximum, mean, total
-from megatron_dapo.parallel.collectives import gather_sequence, zigzag_index
+from megatron_dapo.observability.metrics import Kind, Metric, MetricBag, maximum, mean
 from megatron_dapo.parallel.context import ParallelContext
-from megatron_dapo.policy.aux_losses import balance_aux_losses
-from megatron_dapo.policy.forward_backward import (
-    accumulate_gradients,
-    local_micro_batches,
-    visit_logits,
-)
+from megatron_dapo.policy.forward_backward import local_micro_batches, visit_outputs
 from megatron_dapo.policy.model import build_chunks
-from megatron_dapo.policy.optimizer import (
-    build_optimizer,
-    guarded_step,
-    set_lr,
-    warmup_lr,
-    wrap_chunks,
-)
+from megatron_dapo.policy.optimizer import build_optimizer, wrap_chunks
 from megatron_dapo.policy.reference import FrozenWeights
+from megatron_dapo.policy.trained_model import TrainedModel, UpdateResult
 from megatron_dapo.types import MicroBatch
-
-device.install_cpu_support()
-
-from megatron.core.distributed import DistributedDataParallel  # noqa: E402
-from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
-from megatron.core.optimizer.optimizer import ChainedOptimizer  # noqa: E402
-
-logger = logging.getLogger(__name__)
 
 POLICY_METRICS: Mapping[str, Kind] = {
     **LOSS_METRICS,
@@ -57,30 +35,14 @@ POLICY_METRICS: Mapping[str, Kind] = {
 exactly one rank, so a reduction over all ranks counts it once."""
 
 
-@dataclass(frozen=True)
-class UpdateResult:
-    """One optimizer step: this rank's metrics, and what happened, the same on every rank."""
-
-    metrics: MetricBag
-    grad_norm: float
-    """Before clipping; NaN or infinite when skipped for it, 0 when no token trained."""
-    skipped: bool
-    """The weights did not move: a non-finite gradient, or no token that trains."""
-
-
-@dataclass
-class Policy:
+@dataclass(kw_only=True)
+class Policy(TrainedModel):
     """The policy's shard on this rank, with its optimizer. All methods are collective."""
 
-    config: RunConfig
-    parallel: ParallelContext
+    name = "actor"
     vocab_size: int
     """Real tokens; rows past it pad the vocabulary."""
-    chunks: list[GPTModel]
-    wrapped: list[DistributedDataParallel]
-    optimizer: ChainedOptimizer
     reference: FrozenWeights | None = None
-    lr: float = 0.0
 
     @classmethod
     def build(
@@ -93,8 +55,15 @@ class Policy:
         """
         chunks = build_chunks(config, hf_config, parallel)
         wrapped = wrap_chunks(chunks, config)
-        optimizer = build_optimizer(wrapped, config)
-        return cls(config, parallel, hf_config.vocab_size, chunks, wrapped, optimizer)
+        return cls(
+            config=config,
+            parallel=parallel,
+            settings=config.optimizer,
+            vocab_size=hf_config.vocab_size,
+            chunks=chunks,
+            wrapped=wrapped,
+            optimizer=build_optimizer(wrapped, config, config.optimizer),
+        )
 
     def weights_loaded(self) -> None:
         """Call after writing the start weights into `chunks`, before any checkpoint is loaded.
@@ -105,11 +74,6 @@ class Policy:
         self.optimizer.reload_model_params()
         if self.config.loss.kl_coef > 0:
             self.reference = FrozenWeights.of(self.chunks)
-
-    def start_step(self, step: int) -> None:
-        """Set the learning rate of rollout step `step` (from 1), for all its updates. Local."""
-        self.lr = warmup_lr(step, self.config.optimizer)
-        set_lr(self.optimizer, self.lr)
 
     def logprobs(self, micro_batches: Sequence[MicroBatch]) -> tuple[list[MicroBatch], MetricBag]:
         """Log-probs of the labels under the weights of now, in the trainer's own numerics.
@@ -141,7 +105,6 @@ class Policy:
         Every rank calls it with its data rank's whole packs; the last stage needs
         `old_logprobs`. Equally many, equally long micro-batches on every data rank.
         """
-        bag = MetricBag()
         local = local_micro_batches(micro_batches, self.parallel)
         ledger = Ledger.from_micro_batches(
             local,
@@ -149,39 +112,13 @@ class Policy:
             dp_cp_group=self.parallel.dp_cp_group,
             cp_group=self.parallel.cp_group,
         )
-        if ledger.empty:
-            logger.warning("no token of this update trains: the update is skipped")
-            return self._result(bag, grad_norm=0.0, skipped=True)
-        balance_aux_losses(self.chunks, local, ledger, self.config.moe, self.parallel)
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
 
         def loss(
             logits: Tensor, micro_batch: MicroBatch
         ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
             return self._loss(logits, micro_batch, ledger)
 
-        for metrics in accumulate_gradients(self.wrapped, local, loss, self.parallel):
-            if self._reports:
-                bag.update(metrics)
-        outcome = guarded_step(self.optimizer, clip_grad=self.config.optimizer.clip_grad)
-        if outcome.skipped:
-            logger.warning("gradient norm %s: the update is skipped", outcome.grad_norm)
-        return self._result(bag, outcome.grad_norm, outcome.skipped)
-
-    @property
-    def _reports(self) -> bool:
-        """True on the ranks whose token metrics count: one tensor rank of the last stage."""
-        return self.parallel.is_last_stage and self.parallel.tp_rank == 0
-
-    def _result(self, bag: MetricBag, grad_norm: float, skipped: bool) -> UpdateResult:
-        if self.parallel.rank == 0:
-            bag.add("actor/lr", mean(self.lr, 1))
-            bag.add("actor/skipped_steps", total(float(skipped)))
-            if not skipped:
-                bag.add("actor/grad_norm", mean(grad_norm, 1))
-        return UpdateResult(bag, grad_norm, skipped)
+        return self._step(local, ledger, loss)
 
     def _score(
         self, logits: Tensor, micro_batch: MicroBatch, *, with_entropy: bool
@@ -227,17 +164,7 @@ class Policy:
             logprobs, _ = self._score(logits, micro_batch, with_entropy=False)
             return self._whole_pack(logprobs, micro_batch).cpu()
 
-        return visit_logits(self.wrapped, local, visit, self.parallel)
-
-    def _whole_pack(self, values: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """[tokens / cp] of each context rank -> [tokens] in the order of the pack."""
-        size = self.parallel.cp_size
-        if size == 1:
-            return values
-        index = zigzag_index(micro_batch.cu_seqlens, size).flatten().to(values.device)
-        return torch.empty_like(index, dtype=values.dtype).index_copy_(
-            0, index, gather_sequence(values, self.parallel.cp_group)
-        )
+        return visit_outputs(self.wrapped, local, visit, self.parallel)
 
 
 def _rollout_gap(micro_batch: MicroBatch) -> dict[str, Metric]:

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megatron_dapo.batch.packing import pack_update, pad_multiple
-from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.config.schema import OptimizerConfig, RunConfig
 from megatron_dapo.parallel.context import ParallelContext
-from megatron_dapo.policy.policy import Policy, UpdateResult
+from megatron_dapo.policy.policy import Policy
+from megatron_dapo.policy.trained_model import TrainedModel, UpdateResult
+from megatron_dapo.policy.value_head import ValueHead
 from megatron_dapo.types import MicroBatch, RolloutBatch
 from tests.tiny_models import tiny_model
 
@@ -25,6 +27,7 @@ def run_config(
     *,
     loss: dict[str, object] | None = None,
     moe: dict[str, object] | None = None,
+    critic: dict[str, object] | None = None,
     dtype: str = "float32",
     recompute: str = "none",
     temperature: float = 0.7,
@@ -49,6 +52,7 @@ def run_config(
             },
             "rollout": {"temperature": temperature},
             "loss": {"dual_clip": 3.0} | (loss or {}),
+            "critic": critic or {},
         }
     )
 
@@ -89,6 +93,7 @@ def rollout_batch(vocab_size: int, *, responses: int = RESPONSES) -> RolloutBatc
         prompt_tokens=prompts,
         response_tokens=answers,
         rollout_logprobs=-6 + torch.randn(int(answers.sum()), generator=generator) * 0.1,
+        rewards=1 - 2.5 * torch.rand(responses, generator=torch.Generator().manual_seed(8)),
         advantages=torch.randn(responses, generator=generator),
         trained=trained,
         group_index=torch.arange(responses) // 2,
@@ -161,7 +166,11 @@ def reference_update(
         total, count = total + loss.sum(), count + loss.numel()
     loss = total / count
     loss.backward()
-    settings = config.optimizer
+    return loss.item(), reference_step(model, config.optimizer)
+
+
+def reference_step(model: nn.Module, settings: OptimizerConfig) -> float:
+    """Clip and step as rollout step 1 does; the gradient norm before clipping."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
@@ -174,7 +183,7 @@ def reference_update(
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
     ).step()
-    return loss.item(), norm.item()
+    return norm.item()
 
 
 def build_policy(config: RunConfig, model: PreTrainedModel, parallel: ParallelContext) -> Policy:
@@ -189,17 +198,17 @@ def build_policy(config: RunConfig, model: PreTrainedModel, parallel: ParallelCo
     return policy
 
 
-def update_loss(policy: Policy, result: UpdateResult) -> float:
+def update_loss(result: UpdateResult, name: str = "actor/pg_loss") -> float:
     """Loss of an update over all ranks, from the metrics that one tensor rank of each holds."""
     sums = torch.zeros(2, dtype=torch.float64)
-    metric = result.metrics.metrics.get("actor/pg_loss")
+    metric = result.metrics.metrics.get(name)
     if metric is not None:
         sums = torch.tensor([float(metric.value), float(metric.count)], dtype=torch.float64)
     dist.all_reduce(sums)
     return float(sums[0] / sums[1])
 
 
-def worst_weight_error(policy: Policy, model: PreTrainedModel) -> float:
+def worst_weight_error(policy: TrainedModel, model: PreTrainedModel) -> float:
     """Largest difference to `model`'s weights, relative to each tensor's largest entry."""
     worst = torch.zeros(())
     for parameter, value in hf_parts(policy, model):
@@ -209,7 +218,7 @@ def worst_weight_error(policy: Policy, model: PreTrainedModel) -> float:
     return float(worst)
 
 
-def hf_parts(policy: Policy, model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, Tensor]]:
+def hf_parts(policy: TrainedModel, model: PreTrainedModel) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Each Megatron parameter of this rank with what it must hold (padded rows left out)."""
     named = {name: value.detach() for name, value in model.named_parameters()}
     for chunk in policy.chunks:
@@ -248,7 +257,9 @@ def _chunk_parts(
         yield from _layer_parts(layer, hf, get, parallel)
     if chunk.post_process:
         yield chunk.decoder.final_layernorm.weight, get("model.norm.weight")
-        if chunk.output_layer.weight is not None:
+        if isinstance(chunk.output_layer, ValueHead):
+            yield chunk.output_layer.weight, get("value_head.weight")
+        elif chunk.output_layer.weight is not None:
             tied = hf.tie_word_embeddings
             name = "model.embed_tokens.weight" if tied else "lm_head.weight"
             yield vocabulary(get(name), chunk.output_layer.weight)

@@ -94,7 +94,7 @@ def _check_case(case: Case, config: RunConfig, parallel: ParallelContext) -> Non
         _check_logprobs(case, scored, model, batch, config)
         scored = [drift(micro_batch) for micro_batch in scored]
     result = policy.update(scored)
-    loss = update_loss(policy, result)
+    loss = update_loss(result)
     expected_loss, expected_norm = reference_update(model, batch, config)
     found = {
         "loss": abs(loss - expected_loss) / abs(expected_loss),

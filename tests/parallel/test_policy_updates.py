@@ -110,7 +110,7 @@ def _bf16_keeps_fp32_masters(world: int) -> None:
         packs = _scored(policy, rollout_batch(512), config)
         result = policy.update(packs)
         loss, norm = reference_update(model, rollout_batch(512), config)
-        assert update_loss(policy, result) == pytest.approx(loss, rel=0.1), layout
+        assert update_loss(result) == pytest.approx(loss, rel=0.1), layout
         assert result.grad_norm == pytest.approx(norm, rel=0.1), layout
         masters = [p for group in policy.optimizer.param_groups for p in group["params"]]
         assert masters and all(p.dtype == torch.float32 for p in masters), layout

@@ -57,6 +57,7 @@ def random_batch(
         prompt_tokens=prompts,
         response_tokens=responses,
         rollout_logprobs=-torch.arange(1, answers + 1, dtype=torch.float32) / 64,
+        rewards=torch.arange(1, len(lengths) + 1, dtype=torch.float32) / 4,
         advantages=torch.arange(1, len(lengths) + 1, dtype=torch.float32) / 8,
         trained=torch.tensor([rng.random() < 0.8 for _ in lengths], dtype=torch.bool),
         group_index=torch.arange(len(lengths)) // group_size,

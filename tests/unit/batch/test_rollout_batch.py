@@ -47,6 +47,14 @@ def test_advantages_come_from_the_shaped_rewards() -> None:
     assert build_rollout_batch([group], divided).advantages[0].item() == pytest.approx(expected)
 
 
+def test_with_a_critic_rewards_travel_and_advantages_come_later() -> None:
+    rewards = [Reward(1.0, 1.0, overlong=-0.5), Reward(0.0, -1.0)]
+    critic = run_config(advantage=AdvantageConfig(estimator="gae"))
+    batch = build_rollout_batch([make_group([1], [[2]] * 2, rewards)], critic)
+    assert batch.rewards.tolist() == [0.5, -1.0]
+    assert batch.advantages.tolist() == [0.0, 0.0]
+
+
 def test_a_response_without_a_grade_neither_counts_nor_trains() -> None:
     group = make_group([1], [[2]] * 3, [Reward(None, 100.0), RIGHT, WRONG])
     batch = build_rollout_batch([group], run_config())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.main import build_parser
+from megatron_dapo.policy.critic import CRITIC_METRICS
 from megatron_dapo.policy.policy import POLICY_METRICS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,8 +27,8 @@ def glossary_names() -> set[str]:
     return names
 
 
-def test_every_metric_of_the_policy_is_in_the_glossary() -> None:
-    assert sorted(set(POLICY_METRICS) - glossary_names()) == []
+def test_every_metric_of_policy_and_critic_is_in_the_glossary() -> None:
+    assert sorted({*POLICY_METRICS, *CRITIC_METRICS} - glossary_names()) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -42,5 +42,6 @@ def pack(
         group_index=spread([group for _, group, _ in responses]),
         rollout_logprobs=torch.zeros(tokens),
         rows=torch.tensor([row for row, _, _ in responses], dtype=torch.int64),
+        rewards=torch.zeros(len(responses)),
         old_logprobs=old_logprobs,
     )

@@ -77,6 +77,12 @@ def test_a_reference_policy_costs_its_weights() -> None:
     )
 
 
+def test_a_critic_costs_a_second_model() -> None:
+    plan = plan_stage(make_config(advantage={"estimator": "gae"}), SHAPE, 0)
+    assert plan.critic == plan.parameters + plan.gradients + plan.optimizer > 0
+    assert plan.total == 2 * plan.critic + plan.activations + plan.logits
+
+
 def test_fp8_weights_keep_two_copies() -> None:
     n = plan_stage(make_config(), SHAPE, 0).parameter_count
     fp8 = make_config(precision={"fp8": "blockwise"})
