@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-HEAD_ROWS = {"cpu": 128, "cuda": 1024}
-"""Rows of a block: enough for the matrix products to run at full rate."""
-TILE_ROWS = 8192
+CPU_ROWS, GPU_ROWS = 256, 1024
+"""Most rows of a block: enough for the matrix products to run at full rate."""
+TILE_ROWS = 4096
 """Rows of the weight whose gradient is converted to fp32 at a time, on CPU."""
 
 
@@ -41,7 +41,7 @@ class HeadBlocks:
         if self._scatters:
             self._hidden = _gather_rows(self._hidden, tp_group)
         tokens = self._hidden.shape[0]
-        rows = chunk_tokens or HEAD_ROWS.get(hidden.device.type, HEAD_ROWS["cuda"])
+        rows = chunk_tokens or default_head_rows(tokens, hidden)
         self._rows = max(1, min(rows, tokens))
         self._logits = hidden.new_empty((self._rows, weight.shape[0]))
         self._grad_hidden: Tensor | None = None
@@ -125,6 +125,14 @@ def check_head(
             f"main_grad is {main_grad.dtype} {tuple(main_grad.shape)}: need float32 "
             f"{tuple(weight.shape)} like the weight"
         )
+
+
+def default_head_rows(tokens: int, hidden: Tensor) -> int:
+    """Rows of a block; on CPU a block stays below a sixteenth of fp32 logits, from 128 rows on
+    (bf16: half of both), since its fp32 scratch does not shrink with it."""
+    if not hidden.is_cpu:
+        return GPU_ROWS
+    return min(max(tokens // 64, 32) * hidden.dtype.itemsize, CPU_ROWS)
 
 
 def _add_product(accumulator: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:

@@ -46,7 +46,7 @@ def linear_logprobs(
         temperature: divides the logits after the upcast to fp32; the rollout's temperature.
         real_vocab_size: ids from here on are padding: excluded, zero gradient.
         with_entropy: False returns None for the entropy and saves its pass.
-        chunk_tokens: rows of a block; None: 128 on CPU, 1024 on a GPU.
+        chunk_tokens: rows of a block; None: what suits the device.
         main_grad: fp32 [vocab / tp, hidden] that the gradient of `weight` is added to (Megatron's
             fused accumulation); autograd then sees zeros.
 

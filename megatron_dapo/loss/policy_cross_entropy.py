@@ -22,7 +22,7 @@ from megatron_dapo.loss.shards import RowVisitor, VocabShard, default_rows
 from megatron_dapo.loss.vocab_parallel import rows_are_apart
 from megatron_dapo.observability.metrics import Metric
 
-BLOCKS_AT_ONCE = 4
+BLOCKS_AT_ONCE = 64
 """Cache blocks of ready logits that share one merge of statistics and one coefficient step."""
 
 
@@ -79,8 +79,7 @@ def policy_cross_entropy(
         token_weights: [tokens] fp32, `Ledger.token_weights`; None: 1 (aggregation = token_mean).
         denominator: int64 scalar for the metrics, `Ledger.denominator`; None: counted tokens.
         main_grad: fp32 [vocab / tp, hidden] that backward adds the gradient of `weight` to.
-        chunk_tokens: rows of a block; None: what the cache holds (logits), 128 on CPU and 1024 on
-            a GPU (hidden states).
+        chunk_tokens: rows of a block; None: what suits the device.
 
     Raises:
         ValueError: a config that needs whole responses before any gradient, an input that the

@@ -1,15 +1,16 @@
 """Softmax over a vocabulary that ranks share: statistics of rows, their merge, the gradient.
 
 A visit walks over a rank's logits [rows, width] in blocks of rows that stay in cache, in fp32
-whatever the logits' dtype. For one row with logits z, temperature T and d_v = (z_v - m) / T:
+whatever the logits' dtype. Powers of two are several times cheaper than exp on CPU, so with
+c = log2(e) / temperature, for a row with logits z:
 
-    peak      m = max z
-    sumexp    s = sum exp(d)
-    weighted  q = sum d exp(d)
-    target    u = d_y              on the rank that owns label y, else 0
+    peak      k = c max z
+    shifted   d = c z - k            one fused multiply-add: an offset of the logits costs nothing
+    sumexp    s = sum 2^d
+    weighted  q = sum d 2^d
+    target    u = d_y                on the rank that owns label y, else 0
 
-so that logprob = u - log s and entropy = log s - q / s, both free of the logits' offset. Blocks
-hold d / ln 2 and take exp2 of it, which is several times faster than exp on CPU.
+and in nats logprob = u ln 2 - ln s, entropy = ln s - q ln 2 / s.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from megatron_dapo.types import NO_LABEL
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """fp32 size of a block: what a core's cache holds, or what keeps a GPU busy."""
 FLOOR = -160.0
-"""exp2(FLOOR) is 0 in fp32: d / ln 2 stops here, so that 0 * -inf never arises."""
+"""2^FLOOR is 0 in fp32: d stops here, so that 0 * -inf never arises."""
+LN2 = math.log(2.0)
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class RowStatistics(NamedTuple):
 
 
 class RowGradient(NamedTuple):
-    """d loss / d logits of rows: exp(d) * (scale + slope * d), plus target; each [rows]."""
+    """d loss / d logits of rows: 2^d * (scale + slope * d), plus target; each [rows]."""
 
     active: Tensor  # bool, False: the row's gradient is 0, whatever its logits hold
     peak: Tensor
@@ -123,6 +125,7 @@ class RowVisitor:
             raise ValueError(f"chunk_tokens={chunk_tokens}: need at least 1, or None")
         self.shard = shard
         self.temperature = temperature
+        self._c = 1.0 / (LN2 * temperature)
         self.with_entropy = with_entropy
         self._chunk_tokens = chunk_tokens
         self._scratch: dict[str, Tensor] = {}
@@ -139,8 +142,11 @@ class RowVisitor:
         if self.shard.columns == 0:
             local[0] = torch.finfo(dtype).min
             return local
+        index, owned = self.shard.columns_of(labels)
         for rows in self._blocks(logits):
-            self._block_statistics(logits[rows], labels[rows], local[:, rows])
+            real = logits[rows, : self.shard.columns]
+            self._block_statistics(real, index[rows, None], local[:, rows])
+        local[3] = torch.where(owned, local[3], 0.0)
         return local
 
     def merge(self, local: Tensor, labels: Tensor) -> RowStatistics:
@@ -156,8 +162,8 @@ class RowVisitor:
             dist.all_gather(list(gathered.unbind(0)), local, group=self.shard.tp_group)
             peaks, sums, weights, targets = gathered.unbind(1)
             peak = peaks.amax(0)
-            drop = ((peaks - peak) / self.temperature).clamp_(min=torch.finfo(local.dtype).min)
-            factor = drop.exp()
+            drop = (peaks - peak).clamp_(min=torch.finfo(local.dtype).min)
+            factor = drop.exp2()
             sumexp = (factor * sums).sum(0)
             weighted = (factor * (weights + drop * sums)).sum(0)
             owner = labels.div(self.shard.width, rounding_mode="floor").clamp(0, size - 1)
@@ -165,10 +171,10 @@ class RowVisitor:
         log_sum = sumexp.log()
         keep = labels != NO_LABEL
         known = (labels >= 0) & (labels < self.shard.vocab_size)
-        logprobs = torch.where(keep, torch.where(known, target - log_sum, torch.nan), 0.0)
+        logprobs = torch.where(keep, torch.where(known, target * LN2 - log_sum, torch.nan), 0.0)
         entropy = None
         if self.with_entropy:
-            entropy = torch.where(keep, log_sum - weighted / sumexp, 0.0)
+            entropy = torch.where(keep, log_sum - weighted * LN2 / sumexp, 0.0)
         return RowStatistics(logprobs, entropy, peak, sumexp)
 
     def gradient(
@@ -182,7 +188,7 @@ class RowVisitor:
     ) -> RowGradient:
         """Coefficients of d loss / d logits from the gradients of logprobs and entropy.
 
-        dz_v = [g (1{v = y} - p_v) - h p_v (log p_v + H)] / T, with p = exp(d) / sumexp.
+        dz_v = [g (1{v = y} - p_v) - h p_v (log p_v + H)] / T, with p = 2^d / sumexp.
         """
         zero = torch.zeros_like(peak)
         g = zero if grad_logprobs is None else grad_logprobs
@@ -192,7 +198,7 @@ class RowVisitor:
         scale, slope = -g * share, None
         if entropy is not None and grad_entropy is not None:
             scale = scale - h * share * (entropy - sumexp.log())
-            slope = torch.where(active, -h * share, 0.0)
+            slope = torch.where(active, -h * share * LN2, 0.0)
         target = torch.where(active, g / self.temperature, 0.0)
         return RowGradient(active, peak, torch.where(active, scale, 0.0), slope, target)
 
@@ -209,33 +215,42 @@ class RowVisitor:
             out[:, columns:].zero_()
         if columns == 0:
             return
+        index, owned = self.shard.columns_of(labels)
+        target = torch.where(owned, gradient.target, 0.0)
         for rows in self._blocks(logits):
-            block = out[rows, :columns]
-            self._block_gradient(logits[rows, :columns], labels[rows], gradient.block(rows), block)
+            self._block_gradient(
+                logits[rows, :columns],
+                index[rows, None],
+                gradient.block(rows)._replace(target=target[rows, None]),
+                out[rows, :columns],
+            )
+        if out.is_cpu:  # touch only those rows; on a device, finding them would mean waiting
+            out.index_fill_(0, (~gradient.active).nonzero()[:, 0], 0.0)
+        else:
+            out.masked_fill_(~gradient.active[:, None], 0.0)
 
     def release(self) -> None:
         """Give the scratch back; the next visit takes new."""
         self._scratch.clear()
 
-    def _block_statistics(self, logits: Tensor, labels: Tensor, out: Tensor) -> None:
-        real = logits[:, : self.shard.columns]
-        shifted = self._block("shifted", real)
-        values = real if real.dtype == shifted.dtype else shifted.copy_(real)
-        peak = torch.amax(values, -1, out=out[0]).clamp_(min=torch.finfo(out.dtype).min)
+    def _block_statistics(self, logits: Tensor, index: Tensor, out: Tensor) -> None:
+        """Statistics of one block of real columns into `out`, [4, rows]."""
+        shifted = self._block("shifted", logits)
+        values = logits if logits.dtype == shifted.dtype else shifted.copy_(logits)
+        peak = torch.amax(values, -1, out=out[0]).mul_(self._c)
+        peak.clamp_(min=torch.finfo(out.dtype).min)
         self._shift(values, peak, out=shifted)
-        index, owned = self.shard.columns_of(labels)
-        target = shifted.gather(1, index[:, None])[:, 0] * math.log(2)
-        out[3] = torch.where(owned, target, 0.0)
+        out[3] = shifted.gather(1, index)[:, 0]
         if not self.with_entropy:
-            out[1] = shifted.exp2_().sum(-1)
+            torch.sum(shifted.exp2_(), -1, out=out[1])
             return
         shifted.clamp_(min=FLOOR)
-        exp = torch.exp2(shifted, out=self._block("exp", real))
-        out[1] = exp.sum(-1)
-        out[2] = torch.linalg.vecdot(exp, shifted) * math.log(2)
+        exp = torch.exp2(shifted, out=self._block("exp", logits))
+        torch.sum(exp, -1, out=out[1])
+        torch.sum(shifted.mul_(exp), -1, out=out[2])
 
     def _block_gradient(
-        self, logits: Tensor, labels: Tensor, gradient: RowGradient, out: Tensor
+        self, logits: Tensor, index: Tensor, gradient: RowGradient, out: Tensor
     ) -> None:
         result = out if out.dtype == compute_dtype(out.dtype) else self._block("exp", out)
         values = logits if logits.dtype == result.dtype else result.copy_(logits)
@@ -245,21 +260,14 @@ class RowVisitor:
         else:
             shifted = self._shift(values, gradient.peak, out=self._block("shifted", out))
             torch.exp2(shifted.clamp_(min=FLOOR), out=result)
-            slope = gradient.slope * math.log(2)
-            result.mul_(shifted.mul_(slope[:, None]).add_(gradient.scale[:, None]))
-        index, owned = self.shard.columns_of(labels)
-        result.scatter_add_(1, index[:, None], torch.where(owned, gradient.target, 0.0)[:, None])
-        if result.is_cpu:  # touch only those rows; on a device, finding them would mean waiting
-            result.index_fill_(0, (~gradient.active).nonzero()[:, 0], 0.0)
-        else:
-            result.masked_fill_(~gradient.active[:, None], 0.0)
+            result.mul_(shifted.mul_(gradient.slope[:, None]).add_(gradient.scale[:, None]))
+        result.scatter_add_(1, index, gradient.target)
         if result is not out:
             out.copy_(result)
 
     def _shift(self, values: Tensor, peak: Tensor, *, out: Tensor) -> Tensor:
-        """d / ln 2 into `out`, which may be `values`: subtract first, an offset then cancels."""
-        torch.sub(values, peak[:, None], out=out)
-        return out.mul_(1.0 / (self.temperature * math.log(2)))
+        """d into `out`, which may be `values`."""
+        return torch.add(-peak[:, None], values, alpha=self._c, out=out)
 
     def _blocks(self, logits: Tensor) -> list[slice]:
         total = logits.shape[0]

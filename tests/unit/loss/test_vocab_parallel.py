@@ -99,6 +99,18 @@ def test_a_nan_gradient_of_a_row_without_label_does_not_spread() -> None:
     assert grad.isfinite().all()
 
 
+def test_nan_logits_of_a_row_that_does_not_train_leave_no_gradient() -> None:
+    logits, targets = case(torch.float32)
+    logits[5] = math.nan
+    leaf = logits.requires_grad_()
+    outputs = vocab_parallel_logprobs(leaf, targets)
+    incoming = torch.ones_like(outputs[0])
+    incoming[5] = 0.0
+    (grad,) = torch.autograd.grad(outputs, leaf, (incoming, incoming))
+    assert (grad[5] == 0).all()
+    assert grad.isfinite().all()
+
+
 def test_a_forbidden_token_has_probability_zero_and_no_gradient() -> None:
     logits = torch.tensor([[1.0, -math.inf, 0.0]], requires_grad=True)
     logprobs, entropy = vocab_parallel_logprobs(logits, torch.tensor([0]))
