@@ -7,7 +7,7 @@ Every problem weighs the same, whatever its number of samples.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -85,7 +85,8 @@ def maj_at_k(
     """Score of the most frequent answer of each problem, mean over problems (cons@k).
 
     Answers that state the same number are the same answer ("045" and "45"); a missing answer
-    never wins. Among equally frequent answers one is drawn at random: the expected score counts.
+    never wins. Among equally frequent answers one is drawn at random: the expected score counts,
+    as it does among spellings of one number that a grader of texts tells apart.
     A problem without any answer scores 0.
 
     Args:
@@ -104,18 +105,15 @@ def maj_at_k(
 
 
 def _majority_score(samples: Sequence[tuple[str | None, float]]) -> float:
-    votes: Counter[Fraction | str] = Counter()
-    score: dict[Fraction | str, float] = {}
+    scores: defaultdict[Fraction | str, list[float]] = defaultdict(list)
     for answer, value in samples:
         if answer is not None:
             number = parse_number(answer)
-            key = answer.strip() if number is None else number
-            votes[key] += 1
-            score[key] = value
-    if not votes:
+            scores[answer.strip() if number is None else number].append(value)
+    if not scores:
         return 0.0
-    most = max(votes.values())
-    winners = [score[key] for key, count in votes.items() if count == most]
+    most = max(len(values) for values in scores.values())
+    winners = [math.fsum(values) / most for values in scores.values() if len(values) == most]
     return math.fsum(winners) / len(winners)
 
 

@@ -16,6 +16,7 @@ def evaluation_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """`val-core/<set>/acc/mean@k` and, for k > 1, `best@k` and `maj@k`; lengths beside them.
 
     A response that was not graded counts as wrong here: an evaluation has no second draw.
+    Without any extracted answer (a reward plug-in grades) there is no vote and no `maj@k`.
 
     Args:
         groups: every prompt with its k graded responses; problems are told apart by prompt id.
@@ -51,7 +52,8 @@ def _of_one_set(source: str, groups: Sequence[Group]) -> dict[str, float]:
     }
     if k > 1:
         metrics[f"{core}/best@{k}"] = pass_at_k(ids, correct, k).value
-        metrics[f"{core}/maj@{k}"] = maj_at_k(ids, extracted, correct, k).value
+        if any(answer is not None for answer in extracted):
+            metrics[f"{core}/maj@{k}"] = maj_at_k(ids, extracted, correct, k).value
     return metrics
 
 

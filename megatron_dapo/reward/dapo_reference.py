@@ -11,8 +11,6 @@ import re
 
 WINDOW = 300
 """Characters at the end of a response that are read."""
-INVALID = "[INVALID]"
-"""Stands for the answer of a response without an answer line."""
 
 _ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 _REPLACED = (
@@ -60,10 +58,13 @@ _REWRITTEN = (
 )
 
 
-def extract_reference_answer(response: str) -> str:
-    """Normalised text of the last answer line in the last 300 characters, or INVALID normalised."""
+def extract_reference_answer(response: str) -> str | None:
+    """Normalised text of the last answer line in the last 300 characters; None without one.
+
+    The published grader says "[INVALID]" there, which no truth equals either.
+    """
     lines = _ANSWER.findall(response[-WINDOW:])
-    return normalize_reference_answer(lines[-1] if lines else INVALID)
+    return normalize_reference_answer(lines[-1]) if lines else None
 
 
 def normalize_reference_answer(answer: str) -> str:

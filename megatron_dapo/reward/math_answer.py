@@ -50,6 +50,8 @@ def verify_answer(response: str, truth: str | int, *, style: Style = "answer_lin
     truth = str(truth)
     if style == "dapo_reference":
         predicted = extract_reference_answer(response)
+        if predicted is None:
+            return AnswerCheck(False, None, "not_found")
         equal = predicted == normalize_reference_answer(truth)
         return AnswerCheck(equal, predicted, "equal" if equal else "different")
     extracted = extract_answer(response, style)

@@ -85,6 +85,11 @@ def test_a_tie_scores_its_expectation_in_any_order() -> None:
         assert shuffled.value == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("correct", [[1, 0, 0], [0, 1, 0]])
+def test_spellings_that_the_grader_tells_apart_share_their_score(correct: list[int]) -> None:
+    assert maj_at_k(["a"] * 3, ["45", "045", "7"], correct).value == 0.5
+
+
 def test_a_problem_without_any_answer_scores_zero() -> None:
     assert maj_at_k(["a", "b"], [None, "x"], [0, 1]).value == 0.5
     assert maj_at_k(["a", "a"], ["1", "2"], [0, 1], k=1).value == 0.0

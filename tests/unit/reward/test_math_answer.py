@@ -82,7 +82,7 @@ def test_dapo_reference_agrees_with_the_published_grader(
 @pytest.mark.parametrize(
     ("response", "predicted"),
     [
-        ("no line", "[INVALID]"),
+        ("no line", None),
         (r"Answer: $\frac12$ of it", r"\frac{1}{2}"),
         (r"Answer: \sqrt5", r"\sqrt{5}"),
         (r"Answer: \mbox{7 cm}", "7"),
@@ -94,10 +94,10 @@ def test_dapo_reference_agrees_with_the_published_grader(
         ("Answer: y=a,b=7", "7"),
         (r"Answer: \textbf{(A)}\ 3", "(A)3"),
         ("ANSWER  :\n\n 8 \nrest", "8"),
-        ("Answer: " + "9" * 400, "[INVALID]"),
+        ("Answer: " + "9" * 400, None),
     ],
 )
-def test_dapo_reference_normalises_as_specified(response: str, predicted: str) -> None:
+def test_dapo_reference_normalises_as_specified(response: str, predicted: str | None) -> None:
     assert verify_answer(response, "0", style="dapo_reference").extracted == predicted
 
 
@@ -196,6 +196,7 @@ def test_the_reason_says_what_went_wrong() -> None:
     assert verify_answer("Answer: 6", "5").reason == "different"
     assert verify_answer("Answer: five", "5").reason == "unreadable"
     assert verify_answer("five", "5").reason == "not_found"
+    assert verify_answer("five", "5", style="dapo_reference").reason == "not_found"
 
 
 @settings(deadline=None)
