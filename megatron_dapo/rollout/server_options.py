@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,7 +41,7 @@ class ServerOptions:
     seed: int
     device: Literal["cpu", "cuda"]
     visible_devices: tuple[int, ...] = ()
-    """CUDA devices of this engine; empty: those of the parent."""
+    """Of this engine, counted among the CUDA devices that the parent sees; empty: all of those."""
     tensor: int
     dtype: str
     logprobs: Literal["processed", "raw"]
@@ -126,6 +126,9 @@ def server_environment(
     Args:
         scratch: the server's private directory for sockets and temporary files.
         inherited: environment of this process.
+
+    Raises:
+        ValueError: this process sees fewer CUDA devices than the engine asks for.
     """
     environment = {
         name: value
@@ -153,7 +156,8 @@ def server_environment(
     if options.local_only:
         environment["NCCL_SOCKET_IFNAME"] = "lo"
     if options.visible_devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, options.visible_devices))
+        seen = inherited.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = _device_names(options.visible_devices, seen)
     if options.device == "cpu":
         environment |= {
             "OMP_NUM_THREADS": "1",
@@ -161,3 +165,17 @@ def server_environment(
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gib),
         }
     return environment
+
+
+def _device_names(places: Sequence[int], seen: str | None) -> str:
+    """The devices at `places` as a child must name them: by the machine's numbers or UUIDs."""
+    if seen is None:
+        return ",".join(map(str, places))
+    names = seen.split(",")
+    if max(places) >= len(names):
+        raise ValueError(
+            f"rollout.engines x rollout.engine_tensor: an engine needs device {max(places)} of this "
+            f"process, which sees {len(names)} (CUDA_VISIBLE_DEVICES={seen}). Show it more, or "
+            "lower one of the two."
+        )
+    return ",".join(names[place] for place in places)

@@ -104,8 +104,21 @@ def test_the_environment_keeps_launcher_secrets_and_unsafe_switches_out() -> Non
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
-def test_a_gpu_engine_sees_its_own_devices_only() -> None:
-    options = server_options(config(), 0, device="cuda", visible_devices=(4, 5))
-    environment = server_environment(options, Path("/s"), {"CUDA_VISIBLE_DEVICES": "0,1"})
-    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
+@pytest.mark.parametrize(
+    ("seen", "named"),
+    [({}, "2,3"), ({"CUDA_VISIBLE_DEVICES": "4,5,6,GPU-7f"}, "6,GPU-7f")],
+    ids=["all of the machine", "some of the machine"],
+)
+def test_a_gpu_engine_gets_its_own_of_the_devices_that_the_trainer_sees(
+    seen: dict[str, str], named: str
+) -> None:
+    options = server_options(config(), 0, device="cuda", visible_devices=(2, 3))
+    environment = server_environment(options, Path("/s"), seen)
+    assert environment["CUDA_VISIBLE_DEVICES"] == named
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment
+
+
+def test_a_gpu_engine_never_takes_a_device_that_the_trainer_does_not_see() -> None:
+    options = server_options(config(), 0, device="cuda", visible_devices=(1, 2))
+    with pytest.raises(ValueError, match="needs device 2 of this process, which sees 2"):
+        server_environment(options, Path("/s"), {"CUDA_VISIBLE_DEVICES": "0,1"})
