@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import safe_open
@@ -115,6 +116,33 @@ def repack_cpu_experts(model: nn.Module) -> None:
             kernel.fused_experts.process_weights_after_loading(module)
 
 
+def tied_parameters(model: nn.Module) -> dict[str, nn.Module]:
+    """Parameters that an earlier module owns too, by name: a head tied to the embedding.
+
+    No published tensor has their name. Ask before a reload starts: during one every module has
+    parameters of its own.
+    """
+    owned: set[int] = set()
+    tied: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in owned:
+                tied[f"{path}.{name}"] = module
+            owned.add(id(parameter))
+    return tied
+
+
+def repack_cpu_heads(tied: Iterable[nn.Module]) -> None:
+    """Bring tied heads up to date with the embedding that they share their weights with.
+
+    vLLM's layerwise reload loads nothing into them and so keeps what the CPU kernel packed from
+    the old weights, without an error.
+    """
+    for module in tied:
+        if module.weight.device.type == "cpu":
+            module.quant_method.process_weights_after_loading(module)  # type: ignore
+
+
 class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
     """Engine side of the transfer, one in each worker; tensor parallelism slices while loading."""
 
@@ -123,6 +151,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
     supports_draft_weight_update = False
     directory: Path | None = None
     _missing: set[str] = set()  # noqa: RUF012
+    _tied: Mapping[str, nn.Module] = MappingProxyType({})
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         directory = Path(init_info.directory).resolve()
@@ -134,8 +163,9 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         """Back to the checkpoint's layout, in which weights can be loaded."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._tied = tied_parameters(self.model)
         initialize_layerwise_reload(self.model)
-        self._missing = {name for name, _ in self.model.named_parameters()}
+        self._missing = {name for name, _ in self.model.named_parameters()} - set(self._tied)
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Load one published file (the base class would also wait for an accelerator)."""
@@ -167,6 +197,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
             )
         finalize_layerwise_reload(self.model, self.model_config)
         repack_cpu_experts(self.model)
+        repack_cpu_heads(self._tied.values())
 
     def shutdown(self) -> None:
         self.directory = None

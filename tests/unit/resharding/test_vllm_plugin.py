@@ -16,7 +16,13 @@ pytest.importorskip("vllm")
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_dapo.resharding import vllm_plugin
-from megatron_dapo.resharding.vllm_plugin import check_path, in_layer_order, read_tensors, register
+from megatron_dapo.resharding.vllm_plugin import (
+    check_path,
+    in_layer_order,
+    read_tensors,
+    register,
+    tied_parameters,
+)
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
 
@@ -93,3 +99,12 @@ def test_weights_are_loaded_layer_by_layer() -> None:
     layers = [name.split(".")[1] for name in ordered if name.startswith("layers")]
     assert sorted(ordered) == sorted(names)
     assert layers == ["0", "0", "1", "1"]
+
+
+def test_tied_parameters_are_those_of_a_later_owner() -> None:
+    model = torch.nn.Module()
+    model.embed = torch.nn.Embedding(4, 3)
+    model.head = torch.nn.Linear(3, 4)
+    assert tied_parameters(model) == {}
+    model.head.weight = model.embed.weight
+    assert tied_parameters(model) == {"head.weight": model.head}
