@@ -17,7 +17,7 @@ from pathlib import Path
 from transformers import AutoConfig
 
 from megatron_dapo import device
-from megatron_dapo.checkpoint.commit import newest_complete, require_complete
+from megatron_dapo.checkpoint.commit import list_steps, newest_complete, require_complete
 from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.state import load_checkpoint, save_checkpoint
 from megatron_dapo.cli.launch import launch_ranks
@@ -40,9 +40,15 @@ def convert_main(options: argparse.Namespace) -> int:
     """`megatron-dapo convert HF_FOLDER OUT parallel.tensor=2 ...`; returns the exit code.
 
     Raises:
-        ConfigError: the folder cannot be read, or the layout cannot hold the model.
+        ConfigError: the folder cannot be read, the layout cannot hold the model, or OUT is a run
+            that has checkpoints.
     """
     source = options.hf_folder.absolute()
+    if list_steps(options.out / CHECKPOINTS):
+        raise ConfigError(
+            f"OUT={options.out} is a run directory with checkpoints: name a new folder, nothing is "
+            "overwritten"
+        )
     dtype = str(read_hf_config(source).get("dtype", "bfloat16"))
     config = RunConfig.model_validate(
         {
@@ -67,13 +73,26 @@ def export_main(options: argparse.Namespace) -> int:
     out = options.out.absolute()
     if out.exists():
         raise ConfigError(f"OUT={out} exists: name a folder that does not, nothing is overwritten")
-    layout = [f"parallel.{key}=1" for key in ("tensor", "pipeline", "context", "data", "expert")]
-    layout += ["parallel.virtual_pipeline=null", "parallel.expert_tensor=null", "parallel.nodes=1"]
-    config = load_config(run_dir / RESOLVED_FILE, [*layout, *options.overrides])
-    _check(config)
+    config = export_config(run_dir, options.overrides)
     resolved = save_resolved(config, run_dir / "export")
     arguments = ["export", "--config", str(resolved), "--checkpoint", str(checkpoint)]
     return _launch([*arguments, "--out", str(out)], config)
+
+
+def export_config(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of a run on one rank, whatever layout it was trained in; then `overrides`.
+
+    Raises:
+        ConfigError: the layout cannot hold the model.
+    """
+    sizes = ("tensor", "pipeline", "context", "data", "expert", "nodes")
+    one_rank = [f"parallel.{key}=1" for key in sizes]
+    unset = ("virtual_pipeline", "expert_tensor", "sequence_parallel")
+    one_rank += [f"parallel.{key}=null" for key in unset]
+    no_engines = ["rollout.engines=1", "rollout.engine_tensor=1", "rollout.placement=colocated"]
+    config = load_config(run_dir / RESOLVED_FILE, [*one_rank, *no_engines, *overrides])
+    _check(config)
+    return config
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:

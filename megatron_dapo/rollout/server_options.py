@@ -174,8 +174,8 @@ def _device_names(places: Sequence[int], seen: str | None) -> str:
     names = seen.split(",")
     if max(places) >= len(names):
         raise ValueError(
-            f"rollout.engines x rollout.engine_tensor: an engine needs device {max(places)} of this "
-            f"process, which sees {len(names)} (CUDA_VISIBLE_DEVICES={seen}). Show it more, or "
-            "lower one of the two."
+            f"rollout.engines x rollout.engine_tensor: an engine needs device {max(places)} of "
+            f"this process, which sees {len(names)} (CUDA_VISIBLE_DEVICES={seen}). Show it more, "
+            "or lower one of the two."
         )
     return ",".join(names[place] for place in places)
