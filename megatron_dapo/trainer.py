@@ -27,7 +27,7 @@ from transformers import AutoConfig, PretrainedConfig
 from megatron_dapo import device
 from megatron_dapo.batch.packing import pack_update, pad_multiple, split_updates
 from megatron_dapo.batch.rollout_batch import build_rollout_batch, from_tensors
-from megatron_dapo.checkpoint.commit import newest_complete
+from megatron_dapo.checkpoint.commit import MANIFEST_FILE, newest_complete, step_of
 from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, save_checkpoint
 from megatron_dapo.config import RunConfig
@@ -74,8 +74,8 @@ class Trainer:
     def run(self) -> None:
         """Train from where the run directory stands to `training.steps`, then export."""
         first = self.resume() + 1
-        if first > self.config.training.steps:
-            logger.warning("already complete: step %d was reached before", first - 1)
+        if first > self.config.training.steps:  # stopped after its last checkpoint
+            self.finish()
             return
         self.sync_weights()
         heldout = self.evaluate(0) if first == 1 else {}
@@ -279,9 +279,25 @@ class Trainer:
 
 def train(config: RunConfig) -> None:
     """Run the rank that the environment names, from the first collective to the last."""
+    if is_complete(config):
+        steps = config.training.steps
+        logger.warning("%s is already complete: %d steps are done", config.run_dir, steps)
+        return
     environment = read_launch_env(os.environ)
     with _open_trainer(config, environment) as trainer:
         trainer.run()
+
+
+def is_complete(config: RunConfig) -> bool:
+    """True when the last step is saved and, where asked for, exported. Every rank sees the same."""
+    checkpoint = newest_complete(config.run_dir / CHECKPOINTS)
+    if checkpoint is None or step_of(checkpoint) < config.training.steps:
+        return False
+    exported = config.run_dir / HF_FOLDER / "config.json"
+    return not config.checkpoint.export_hf or (
+        exported.is_file()
+        and exported.stat().st_mtime >= (checkpoint / MANIFEST_FILE).stat().st_mtime
+    )
 
 
 @contextmanager

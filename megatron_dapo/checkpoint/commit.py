@@ -37,6 +37,13 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """Step of a committed checkpoint, by its name."""
+    match = _STEP.fullmatch(checkpoint.name)
+    assert match is not None, f"{checkpoint} is not named like a checkpoint"
+    return int(match[1])
+
+
 def unfinished_folder(folder: Path, step: int) -> Path:
     """Where the save of `step` writes before it is committed."""
     return folder / f".step_{step:08d}.tmp"
