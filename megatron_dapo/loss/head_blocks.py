@@ -28,7 +28,6 @@ class HeadBlocks:
         self,
         hidden: Tensor,
         weight: Tensor,
-        *,
         tp_group: dist.ProcessGroup | None,
         sequence_parallel: bool,
         chunk_tokens: int | None,
@@ -103,10 +102,16 @@ def deliver_weight_gradient(grad: Tensor, weight: Tensor, main_grad: Tensor | No
 
 
 def check_head(
-    hidden: Tensor, weight: Tensor, targets: Tensor, group_size: int, main_grad: Tensor | None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    main_grad: Tensor | None,
 ) -> None:
     """Raises ValueError unless hidden, weight, targets and main_grad fit together."""
-    tokens = hidden.shape[0] * group_size
+    parts = dist.get_world_size(tp_group) if tp_group is not None and sequence_parallel else 1
+    tokens = hidden.shape[0] * parts
     if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: need [tokens, "
@@ -115,7 +120,7 @@ def check_head(
     if targets.shape != (tokens,):
         raise ValueError(
             f"targets {tuple(targets.shape)}: need ({tokens},), a label for each row of hidden"
-            + (f" of all {group_size} ranks (sequence_parallel)" if group_size > 1 else "")
+            + (f" of all {parts} ranks (sequence_parallel)" if parts > 1 else "")
         )
     if main_grad is not None and (main_grad.shape, main_grad.dtype) != (
         weight.shape,

@@ -53,8 +53,7 @@ def linear_logprobs(
     Raises:
         ValueError: shapes, temperature, real_vocab_size, or (on CPU) a label out of range.
     """
-    ranks = 1 if tp_group is None or not sequence_parallel else dist.get_world_size(tp_group)
-    check_head(hidden, weight, targets, ranks, main_grad)
+    check_head(hidden, weight, targets, tp_group, sequence_parallel, main_grad)
     shard = VocabShard.of(weight.shape[0], tp_group, real_vocab_size)
     shard.check_labels(targets)
     visitor = RowVisitor(shard, temperature=temperature, with_entropy=with_entropy)
@@ -71,13 +70,7 @@ class _Options(NamedTuple):
     main_grad: Tensor | None
 
     def head(self, hidden: Tensor, weight: Tensor) -> HeadBlocks:
-        return HeadBlocks(
-            hidden,
-            weight,
-            tp_group=self.tp_group,
-            sequence_parallel=self.sequence_parallel,
-            chunk_tokens=self.chunk_tokens,
-        )
+        return HeadBlocks(hidden, weight, self.tp_group, self.sequence_parallel, self.chunk_tokens)
 
 
 class _LinearLogprobs(torch.autograd.Function):

@@ -7,7 +7,7 @@ is touched. From hidden states that leaves three matrix products: logits, and on
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,11 @@ from torch.autograd.function import once_differentiable
 
 from megatron_dapo.config.schema import LossConfig
 from megatron_dapo.loss.head_blocks import HeadBlocks, check_head, deliver_weight_gradient
+from megatron_dapo.loss.logits_blocks import LogitsBlocks
 from megatron_dapo.loss.objectives import TokenInputs, token_losses, uses_whole_sequences
-from megatron_dapo.loss.policy_loss import policy_loss
-from megatron_dapo.loss.shards import RowVisitor, VocabShard, default_rows
-from megatron_dapo.loss.vocab_parallel import rows_are_apart
+from megatron_dapo.loss.policy_loss import check_shapes, sum_losses
+from megatron_dapo.loss.shards import RowVisitor, VocabShard
 from megatron_dapo.observability.metrics import Metric
-
-BLOCKS_AT_ONCE = 64
-"""Cache blocks of ready logits that share one merge of statistics and one coefficient step."""
 
 
 class FusedTerms(NamedTuple):
@@ -86,105 +83,49 @@ def policy_cross_entropy(
             config needs is missing, or shapes differ.
     """
     _check_token_level(config, token_weights)
+    per_token = {
+        "old_logprobs": old_logprobs,
+        "advantages": advantages,
+        "rollout_logprobs": rollout_logprobs,
+        "reference_logprobs": reference_logprobs,
+    }
+    check_shapes(loss_mask, targets=targets, token_weights=token_weights, **per_token)
+    inputs = TokenInputs.masked(loss_mask, logprobs=torch.zeros_like(old_logprobs), **per_token)
+    weights = loss_mask.float() if token_weights is None else token_weights
     width = logits_or_hidden.shape[1] if weight is None else weight.shape[0]
     shard = VocabShard.of(width, tp_group, real_vocab_size)
     shard.check_labels(targets)
     visitor = RowVisitor(shard, temperature=temperature, with_entropy=True)
-    if weight is None:
-        _check_logits(logits_or_hidden, targets)
-        source: _Source = _LogitsBlocks(logits_or_hidden, chunk_tokens)
-    else:
-        ranks = 1 if tp_group is None or not sequence_parallel else dist.get_world_size(tp_group)
-        check_head(logits_or_hidden, weight, targets, ranks, main_grad)
-        source = HeadBlocks(
-            logits_or_hidden,
-            weight,
-            tp_group=tp_group,
-            sequence_parallel=sequence_parallel,
-            chunk_tokens=chunk_tokens,
-        )
-    if token_weights is None:
-        token_weights = loss_mask.float()
-    inputs = TokenInputs.masked(
-        loss_mask,
-        logprobs=torch.zeros_like(old_logprobs),
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        rollout_logprobs=rollout_logprobs,
-        reference_logprobs=reference_logprobs,
-    )
-    needs = [
-        torch.is_grad_enabled() and t is not None and t.requires_grad
-        for t in (logits_or_hidden, weight)
+    learns = [
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (logits_or_hidden, weight)
     ]
     with torch.no_grad():
-        source.start_gradient(hidden=needs[0], weight=needs[1])
-        logprobs, entropy = _visit(
-            source, visitor, targets, inputs, token_weights, config, any(needs)
-        )
-        terms = policy_loss(
-            logprobs,
-            old_logprobs,
-            advantages,
-            loss_mask,
-            torch.zeros_like(targets),
-            num_sequences=1,
-            config=config,
-            rollout_logprobs=rollout_logprobs,
-            reference_logprobs=reference_logprobs,
-            entropy=entropy,
-            token_weights=token_weights,
-            denominator=loss_mask.sum() if denominator is None else denominator,
-        )
+        source: LogitsBlocks | HeadBlocks
+        if weight is None:
+            source = LogitsBlocks(logits_or_hidden, targets, chunk_tokens)
+        else:
+            check_head(logits_or_hidden, weight, targets, tp_group, sequence_parallel, main_grad)
+            source = HeadBlocks(logits_or_hidden, weight, tp_group, sequence_parallel, chunk_tokens)
+        source.start_gradient(hidden=learns[0], weight=learns[1])
+        found = _visit(source, visitor, targets, inputs, weights, config, learns=any(learns))
+        if denominator is None:
+            denominator = loss_mask.sum()
+        scored = inputs.block(slice(None), *found)
+        terms = sum_losses(scored, weights, denominator, config)
         formed = source.gradients()
     loss_sum = _FormedGradient.apply(terms.loss_sum, logits_or_hidden, weight, *formed, main_grad)
-    return FusedTerms(loss_sum, logprobs, entropy, terms.metrics)
-
-
-class _Source(Protocol):
-    """Where the logits of a block come from, and where their gradient goes."""
-
-    def blocks(self) -> list[slice]: ...
-    def logits(self, rows: slice) -> Tensor: ...
-    def start_gradient(self, *, hidden: bool, weight: bool) -> None: ...
-    def add_gradient(self, rows: slice, grad_logits: Tensor) -> None: ...
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]: ...
-
-
-class _LogitsBlocks:
-    """Logits that are there already; their gradient takes their place."""
-
-    def __init__(self, logits: Tensor, chunk_tokens: int | None) -> None:
-        self._logits = logits.detach()
-        self._rows = chunk_tokens or BLOCKS_AT_ONCE * default_rows(logits)
-        self._learns = False
-
-    def blocks(self) -> list[slice]:
-        total = self._logits.shape[0]
-        return [slice(i, min(i + self._rows, total)) for i in range(0, max(total, 1), self._rows)]
-
-    def logits(self, rows: slice) -> Tensor:
-        return self._logits[rows]
-
-    def start_gradient(self, *, hidden: bool, weight: bool) -> None:
-        self._learns = hidden
-        if hidden and not rows_are_apart(self._logits):
-            self._logits = self._logits.clone()
-
-    def add_gradient(self, rows: slice, grad_logits: Tensor) -> None:
-        """Nothing to do: `grad_logits` is the logits' own memory."""
-
-    def gradients(self) -> tuple[Tensor | None, Tensor | None]:
-        return (self._logits if self._learns else None), None
+    return FusedTerms(loss_sum, *found, terms.metrics)
 
 
 def _visit(
-    source: _Source,
+    source: LogitsBlocks | HeadBlocks,
     visitor: RowVisitor,
     targets: Tensor,
     inputs: TokenInputs,
     weights: Tensor,
     config: LossConfig,
+    *,
     learns: bool,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every token, and on the way every block's gradient."""
@@ -273,12 +214,4 @@ def _check_token_level(config: LossConfig, token_weights: Tensor | None) -> None
         raise ValueError(
             f"loss.aggregation={config.aggregation} weighs tokens: pass "
             "token_weights=Ledger.token_weights(micro_batch)"
-        )
-
-
-def _check_logits(logits: Tensor, targets: Tensor) -> None:
-    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: need "
-            "[tokens, vocab / tp] and [tokens]; flatten [seq, batch] first"
         )

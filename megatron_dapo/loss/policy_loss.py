@@ -95,21 +95,59 @@ def policy_loss(
         )
         token_weights, denominator = ledger.token_weights(update), ledger.denominator(update)
     inputs = TokenInputs.masked(loss_mask, **per_token)
-    log_ratio, log_weight = inputs.log_ratio, inputs.log_weight
-    clip_weights = loss_mask.double()
-    if uses_whole_sequences(config):
-        responses = _Responses.of(inputs, sequence_index, num_sequences, cp_group)
-        if config.ratio == "sequence":
-            clip_weights = torch.where(loss_mask, 1.0 / responses.tokens, 0.0)
-            log_ratio = responses.mean_log_ratio + (inputs.logprobs - inputs.logprobs.detach())
-        if config.mismatch in ("tis_sequence", "sequence_mask"):
-            log_weight = responses.sum_log_weight
-        elif config.mismatch == "geometric":
-            log_weight = responses.mean_log_weight
-    losses = token_losses(inputs, log_ratio, log_weight, config)
-    weights = torch.where(loss_mask, token_weights, 0.0)
+    if not uses_whole_sequences(config):
+        return sum_losses(inputs, token_weights, denominator, config)
+    responses = _Responses.of(inputs, sequence_index, num_sequences, cp_group)
+    log_ratio, log_weight, clip_weights = None, None, None
+    if config.ratio == "sequence":
+        clip_weights = torch.where(loss_mask, 1.0 / responses.tokens, 0.0)
+        log_ratio = responses.mean_log_ratio + (inputs.logprobs - inputs.logprobs.detach())
+    if config.mismatch in ("tis_sequence", "sequence_mask"):
+        log_weight = responses.sum_log_weight
+    elif config.mismatch == "geometric":
+        log_weight = responses.mean_log_weight
+    return sum_losses(
+        inputs,
+        token_weights,
+        denominator,
+        config,
+        log_ratio=log_ratio,
+        log_weight=log_weight,
+        clip_weights=clip_weights,
+    )
+
+
+def sum_losses(
+    inputs: TokenInputs,
+    token_weights: Tensor,
+    denominator: Tensor,
+    config: LossConfig,
+    *,
+    log_ratio: Tensor | None = None,
+    log_weight: Tensor | None = None,
+    clip_weights: Tensor | None = None,
+) -> LossTerms:
+    """Weighted sum of the tokens' losses, and their metrics.
+
+    Args:
+        token_weights: [tokens] fp32; may be NaN where masked.
+        log_ratio: [tokens], carries gradient; None: each token's own.
+        log_weight: [tokens], for the mismatch weights; None: each token's own.
+        clip_weights: [tokens] float64, what a token adds to a clip fraction; None: one.
+    """
+    losses = token_losses(
+        inputs,
+        inputs.log_ratio if log_ratio is None else log_ratio,
+        inputs.log_weight if log_weight is None else log_weight,
+        config,
+    )
+    weights = torch.where(inputs.mask, token_weights, 0.0)
     metrics = loss_metrics(
-        inputs, losses, weights=weights, denominator=denominator, clip_weights=clip_weights
+        inputs,
+        losses,
+        weights=weights,
+        denominator=denominator,
+        clip_weights=inputs.mask.double() if clip_weights is None else clip_weights,
     )
     return LossTerms((losses.total * weights).sum(), denominator, metrics)
 

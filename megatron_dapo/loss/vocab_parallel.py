@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_dapo.loss.logits_blocks import check_logits, rows_are_apart
 from megatron_dapo.loss.shards import RowVisitor, VocabShard
 
 
@@ -48,11 +49,7 @@ def vocab_parallel_logprobs(
         ValueError: shapes, temperature, real_vocab_size, or (on CPU) a label out of range. On a
             device such a label makes its log-prob NaN.
     """
-    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: need "
-            "[tokens, vocab / tp] and [tokens]; flatten [seq, batch] first"
-        )
+    check_logits(logits, targets)
     shard = VocabShard.of(logits.shape[1], tp_group, real_vocab_size)
     shard.check_labels(targets)
     visitor = RowVisitor(
@@ -90,8 +87,3 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx.visitor.write_gradient(logits, targets, gradient, out=out)
         ctx.visitor.release()
         return out, None, None, None
-
-
-def rows_are_apart(logits: Tensor) -> bool:
-    """False for expanded or overlapping rows, which must not be overwritten."""
-    return logits.stride(1) == 1 and logits.stride(0) >= logits.shape[1]
