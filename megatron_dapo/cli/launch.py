@@ -22,9 +22,8 @@ from types import FrameType
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.load import save_resolved
 from megatron_dapo.config.schema import RunConfig
-from megatron_dapo.data.prompts import PromptSet
-from megatron_dapo.data.tokenizer import load_tokenizer
 from megatron_dapo.parallel.launch_env import RENDEZVOUS_VARIABLE
+from megatron_dapo.rollout.inputs import RolloutInputs
 
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -37,7 +36,8 @@ def launch_training(config: RunConfig) -> int:
     """Train on this machine and return the exit code of the first rank that failed, or 0.
 
     Raises:
-        ConfigError: the configuration asks for several machines, or a prompt file is bad.
+        ConfigError: the configuration asks for several machines; or prompts, tokenizer or reward
+            plug-in cannot be used.
     """
     if config.parallel.nodes > 1:
         raise ConfigError(
@@ -45,28 +45,10 @@ def launch_training(config: RunConfig) -> int:
             "Use sbatch examples/qwen32b/run.sh, or start `python -m megatron_dapo.train "
             "--config FILE` on every device with srun or torchrun."
         )
-    check_prompts(config)
+    RolloutInputs.read(config)
     resolved = save_resolved(config, config.run_dir)
     command = ["-m", "megatron_dapo.train", "--config", str(resolved)]
     return launch_ranks(command, config.parallel.world_size, config.run_dir / "logs")
-
-
-def check_prompts(config: RunConfig) -> None:
-    """Read the prompt files once before anything is started.
-
-    Raises:
-        ConfigError: with the lines that cannot be read, or that no prompt is left.
-    """
-    try:
-        tokenizer = load_tokenizer(
-            config.model.tokenizer or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        PromptSet.load(config.data.train, config.data, tokenizer)
-        if config.data.heldout is not None:
-            PromptSet.load(config.data.heldout, config.data, tokenizer)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def launch_ranks(command: Sequence[str], world_size: int, logs: Path) -> int:

@@ -12,10 +12,9 @@ from typing import Literal, TypeVar, cast
 from pydantic import JsonValue
 
 from megatron_dapo.config import RunConfig
-from megatron_dapo.data.prompts import PromptSet, PromptStream
-from megatron_dapo.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_dapo.data.prompts import PromptStream
 from megatron_dapo.reward.grade import grade_response, grading_errors
-from megatron_dapo.reward.plugin import load_plugin
+from megatron_dapo.rollout.inputs import RolloutInputs
 from megatron_dapo.rollout.sampler import (
     Grade,
     RolloutStep,
@@ -40,6 +39,9 @@ class RolloutDriver:
     Args:
         config: of the run.
         device: that engines of ours run on.
+
+    Raises:
+        ConfigError: prompts, tokenizer or reward plug-in cannot be used.
     """
 
     def __init__(self, config: RunConfig, *, device: Device) -> None:
@@ -52,24 +54,16 @@ class RolloutDriver:
         self._servers = _servers(config, device)
         self._engines: list[VllmEngine] = []
         self._loop = asyncio.Runner()
-        tokenizer = load_tokenizer(
-            config.model.tokenizer or config.model.path,
-            trust_remote_code=config.model.trust_remote_code,
-        )
-        self._decode = tokenizer.decode
-        self._stop_ids = stop_token_ids(config.model.path, tokenizer)
-        self._prompts = PromptStream(
-            PromptSet.load(config.data.train, config.data, tokenizer), config.seed
-        )
-        heldout = config.data.heldout
-        self._heldout = (
-            () if heldout is None else PromptSet.load(heldout, config.data, tokenizer).prompts
-        )[: config.evaluation.max_prompts]
+        inputs = RolloutInputs.read(config)
+        self._decode = inputs.tokenizer.decode
+        self._stop_ids = inputs.stop_token_ids
+        self._prompts = PromptStream(inputs.train, config.seed)
+        self._heldout = inputs.heldout
         self._grade: Grade = partial(
             grade_response,
             config=config.reward,
             max_response_tokens=config.rollout.max_response_tokens,
-            plugin=load_plugin(config.reward.plugin) if config.reward.plugin else None,
+            plugin=inputs.plugin,
         )
         logger.info("generation stops at token ids %s", list(self._stop_ids))
 
