@@ -70,8 +70,8 @@ preflight() {
     refuse "the configuration is refused; nothing was started"
   facts=$(on_this_node python -m megatron_dapo.planning.job "$SLURM_JOB_ID" "$CONFIG" \
     "${overrides[@]}")
-  eval "$facts" # RUN_DIR DEVICE NODES RANKS_PER_NODE CHECKPOINT_GIB MASTER_PORT WEIGHT_SYNC_PORT
-  export MASTER_PORT WEIGHT_SYNC_PORT
+  eval "$facts" # RUN_DIR DEVICE NODES RANKS_PER_NODE CHECKPOINT_GIB MASTER_PORT
+  export MASTER_PORT
   [[ $SLURM_JOB_NUM_NODES == "$NODES" ]] ||
     refuse "the job has $SLURM_JOB_NUM_NODES nodes, parallel.nodes is $NODES: change one of them"
   [[ $DEVICE != cuda || ${SLURM_GPUS_ON_NODE:-0} -ge $RANKS_PER_NODE ]] ||

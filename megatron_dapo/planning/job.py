@@ -19,14 +19,14 @@ from megatron_dapo.config.machine_checks import decide_device
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.planning.memory import GIB, checkpoint_bytes
-from megatron_dapo.planning.ports import job_ports
+from megatron_dapo.planning.ports import master_port
 
 EXIT_USAGE, EXIT_CONFIG = 2, 78
 
 
 def job_facts(config: RunConfig, hf_config: Mapping[str, object], job_id: int) -> dict[str, str]:
-    """Shell variable -> value: sizes and ports of `config` run as SLURM job `job_id`."""
-    parallel, ports = config.parallel, job_ports(job_id)
+    """Shell variable -> value: sizes and port of `config` run as SLURM job `job_id`."""
+    parallel = config.parallel
     checkpoint = checkpoint_bytes(config, ModelShape.from_hf(hf_config))
     return {
         "RUN_DIR": str(config.run_dir),
@@ -34,8 +34,7 @@ def job_facts(config: RunConfig, hf_config: Mapping[str, object], job_id: int) -
         "NODES": str(parallel.nodes),
         "RANKS_PER_NODE": str(parallel.world_size // parallel.nodes),
         "CHECKPOINT_GIB": str(math.ceil(checkpoint / GIB)),
-        "MASTER_PORT": str(ports.master),
-        "WEIGHT_SYNC_PORT": str(ports.weight_sync),
+        "MASTER_PORT": str(master_port(job_id)),
     }
 
 

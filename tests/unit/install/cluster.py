@@ -61,7 +61,7 @@ TRAINER = """
     import os, pathlib, signal, sys, time
     rank = int(os.environ["SLURM_PROCID"])
     record = pathlib.Path(os.environ["RECORD"])
-    names = ("MASTER_ADDR", "MASTER_PORT", "WEIGHT_SYNC_PORT", "OMP_NUM_THREADS")
+    names = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     place = " ".join(os.environ[name] for name in names)
     code = os.environ["TRAINER_CODES"].split()[rank]
     print("rank", rank, "says hello", flush=True)

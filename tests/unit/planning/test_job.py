@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.planning.job import main
+from megatron_dapo.planning.ports import master_port
 from tests.conftest import REPOSITORY
 from tests.unit.config.runs import write_run
 
@@ -20,7 +21,7 @@ def test_the_papers_job_is_128_ranks(
     assert facts["RUN_DIR"] == "'/scratch/my run'"
     assert (facts["NODES"], facts["RANKS_PER_NODE"], facts["DEVICE"]) == ("16", "8", "cuda")
     assert int(facts["CHECKPOINT_GIB"]) == 428  # 32.76e9 parameters x 14 bytes
-    assert facts["MASTER_PORT"] != facts["WEIGHT_SYNC_PORT"]
+    assert int(facts["MASTER_PORT"]) == master_port(1000123)
 
 
 def test_a_refused_configuration_gives_no_facts(
