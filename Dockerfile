@@ -2,7 +2,7 @@
 #   docker build -t megatron-dapo .
 #   docker run --gpus all --ipc=host --ulimit memlock=-1 megatron-dapo megatron-dapo doctor
 #
-# Versions, all here. tests/unit/install/test_dockerfile.py compares them with setup.py.
+# Versions, all here. tests/unit/install/test_pins.py compares them with setup.py.
 # torch 2.13 is built for CUDA 13.0; vLLM pins torch, so torch goes first and vLLM decides it.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 FROM ${CUDA_IMAGE}

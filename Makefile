@@ -50,8 +50,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@if command -v shellcheck >/dev/null; then shellcheck $(SHELL_SCRIPTS); \
-	else echo "shellcheck is not installed: shell scripts not checked"; fi
+	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 
 clean:
 	rm -rf $(VENV) build dist ./*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
