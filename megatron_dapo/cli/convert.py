@@ -25,6 +25,7 @@ from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.layout_checks import layout_problems
 from megatron_dapo.config.load import RESOLVED_FILE, save_resolved
 from megatron_dapo.config.machine_checks import weight_problems
+from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.parallel.launch_env import read_launch_env
 from megatron_dapo.policy.model import build_chunks
@@ -118,8 +119,12 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
 
 
 def _check(config: RunConfig) -> None:
-    shape = ModelShape.from_hf(read_hf_config(config.model.path))
-    problems = [*layout_problems(config, shape), *weight_problems(config.model.path)]
+    hf_config = read_hf_config(config.model.path)
+    problems = [
+        *family_problems(hf_config),
+        *layout_problems(config, ModelShape.from_hf(hf_config)),
+        *weight_problems(config.model.path),
+    ]
     if problems:
         raise ConfigError(problems)
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.layout_checks import layout_problems
+from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.model_shape import ModelShape
 from megatron_dapo.config.redact import redact_text
 from megatron_dapo.config.schema import AdvantageConfig, CriticConfig, LossConfig, RunConfig
@@ -44,6 +45,7 @@ def check_config(config: RunConfig, hf_config: Mapping[str, object]) -> None:
         *layout_problems(config, shape),
         *data_problems(config),
         *model_problems(config, shape),
+        *family_problems(hf_config),
     ]
     if problems:
         raise ConfigError(problems)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from transformers import PretrainedConfig
 
 from megatron_dapo import device
+from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.schema import MoeConfig, ParallelConfig, RunConfig
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.fp8 import check_fp8, check_recipe_is_live, fp8_fields
@@ -24,8 +25,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from megatron_dapo.policy.local_layers import PackedAttention, RMSNorm  # noqa: E402
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Values of `model_type` in config.json that can be trained."""
 LayerProvider = Literal["local", "te"]
 
 
@@ -134,38 +133,9 @@ def check_family(hf_config: PretrainedConfig) -> None:
     Raises:
         ValueError: names the key of config.json, its value, and what can be trained.
     """
-    family = hf_config.model_type
-    if family not in FAMILIES:
-        raise ValueError(f"config.json model_type={family!r}: can train {', '.join(FAMILIES)}.")
-    wanted: dict[str, tuple[object, ...]] = {"hidden_act": ("silu",)}
-    if family in ("qwen3", "qwen3_moe", "llama"):
-        wanted["attention_bias"] = (False,)
-    if family == "llama":
-        wanted["mlp_bias"] = (False,)
-    else:
-        wanted["use_sliding_window"] = (False,)
-    for key, allowed in wanted.items():
-        value = getattr(hf_config, key)
-        if value not in allowed:
-            raise ValueError(f"config.json {key}={value!r} of a {family} model: need {allowed[0]}.")
-    _check_rope(hf_config)
-
-
-def _check_rope(hf_config: PretrainedConfig) -> None:
-    rope = hf_config.rope_parameters
-    kind = rope["rope_type"]
-    if kind == "default":
-        return
-    fixed = {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    if kind != "llama3" or any(rope.get(key) != value for key, value in fixed.items()):
-        raise ValueError(
-            f"config.json rope_parameters={dict(rope)}: can train rope_type default, or llama3 "
-            f"with {fixed}."
-        )
+    problems = list(family_problems(hf_config.to_dict()))
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def transformer_config(

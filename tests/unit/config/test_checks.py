@@ -17,6 +17,11 @@ FP8 = {"fp8": "blockwise"}
 Sections = Mapping[str, Mapping[str, object]]
 
 BROKEN: list[tuple[str, Sections, Mapping[str, object]]] = [
+    ("model_type='gemma3'", {}, DENSE | {"model_type": "gemma3"}),
+    ("hidden_act='gelu'", {}, DENSE | {"hidden_act": "gelu"}),
+    ("attention_bias=True", {}, DENSE | {"attention_bias": True}),
+    ("use_sliding_window=True", {}, DENSE | {"use_sliding_window": True}),
+    ("'type': 'yarn'", {}, DENSE | {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
     ("rollout.group_size=1", {"rollout": {"group_size": 1, "prompts_per_step": 64}}, DENSE),
     ("training.responses_per_update=24", {"training": {"responses_per_update": 24}}, DENSE),
     ("training.responses_per_update=4", {"training": {"responses_per_update": 4}}, DENSE),
