@@ -194,9 +194,9 @@ class RolloutConfig(Section):
     max_concurrent_sequences: PositiveInt = 256
     """Sequences that one engine decodes at once."""
     gpu_memory_utilization: Fraction = 0.85
-    """Share of device memory for weights and KV cache (on CPU: of RAM, keep it low)."""
+    """Share of an engine's GPU memory for weights and KV cache. Not read on CPU."""
     cpu_kv_cache_gib: PositiveInt = 1
-    """KV cache of an engine on CPU."""
+    """KV cache of an engine on CPU. Not read on GPU."""
     startup_timeout_seconds: PositiveInt = 600
     """Longest wait for an engine to load its weights and answer."""
     request_timeout_seconds: PositiveInt = 3600
@@ -206,7 +206,8 @@ class RolloutConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Dynamic sampling (DAPO Eq. 11): only groups of mixed accuracy are trained on."""
+    """Dynamic sampling (DAPO Eq. 11): only groups of mixed accuracy are trained on. Mixed groups
+    beyond rollout.prompts_per_step are dropped and counted (the reference's rule)."""
 
     dynamic: bool = True
     """Off: every group trains, and one of equal accuracy has advantage 0."""
@@ -216,8 +217,6 @@ class SamplingConfig(Section):
     """Prompts of the first round; later ones ask for what is missing. Default: prompts_per_step."""
     when_short: Literal["stop", "train"] = "stop"
     """Too few mixed groups after max_rounds: stop with the counts, or train on what there is."""
-    surplus: Literal["drop"] = "drop"
-    """Mixed groups beyond the target: dropped and counted (the reference's rule)."""
 
 
 class CheckpointConfig(Section):
