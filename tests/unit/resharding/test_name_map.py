@@ -10,6 +10,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.config import model_family
 from megatron_dapo.policy.model import padded_vocab_size
 from megatron_dapo.resharding.cuts import GATE_UP, QKV, fuse, shard_bounds, unfuse
 from megatron_dapo.resharding.layout import experts_per_rank, global_expert, stage_layers
@@ -22,6 +23,10 @@ from tests.unit.handed import Case, handed_cases
 
 def config_of(family: str, **options: object) -> transformers.PretrainedConfig:
     return tiny_model(family, hidden_size=64, intermediate_size=96, **options).config  # type: ignore[arg-type]
+
+
+def test_every_family_that_can_be_trained_has_a_table() -> None:
+    assert sorted(FAMILIES) == sorted(model_family.FAMILIES)
 
 
 def labelled_rows(parts: list[list[str]], shards: int, blocks: int) -> list[list[str]]:
