@@ -72,14 +72,14 @@ class MetricBag:
             self.add(name, metric)
 
     def values(self) -> dict[str, float]:
-        """Finished numbers by name; a mean of nothing is left out."""
+        """Finished numbers by name; a mean or an extreme of nothing is left out."""
         out: dict[str, float] = {}
         for name, metric in self.metrics.items():
-            if metric.kind == "mean":
-                if float(metric.count) > 0:
-                    out[name] = float(metric.value) / float(metric.count)
-            else:
+            if metric.kind == "sum":
                 out[name] = float(metric.value)
+            elif float(metric.count) > 0:
+                divisor = float(metric.count) if metric.kind == "mean" else 1.0
+                out[name] = float(metric.value) / divisor
         return out
 
 

@@ -53,6 +53,14 @@ def test_a_mean_of_nothing_is_left_out() -> None:
     assert bag.values() == {"sum": 0.0}
 
 
+def test_an_extreme_of_nothing_is_left_out() -> None:
+    bag = MetricBag()
+    bag.add("ratio_max", Metric("max", float("-inf"), 0))
+    assert bag.values() == {}
+    bag.add("ratio_max", maximum(1.25))
+    assert bag.values() == {"ratio_max": 1.25}
+
+
 def test_one_name_has_one_kind() -> None:
     bag = MetricBag({"loss": total(1.0)})
     with pytest.raises(RuntimeError, match="sum metric with a mean metric"):
