@@ -1,6 +1,8 @@
 """Entry point of one trainer rank: `python -m megatron_dapo.train --config FILE`.
 
 Started by `megatron-dapo train` on one machine, or by srun or torchrun, one task per device.
+SIGUSR1 on any rank: all finish the running step, save, and exit with 75. SIGTERM: exit at once,
+with 143, leaving no process, socket or shared memory.
 This module stays light and guarded: saving a checkpoint starts helper processes that import
 it again.
 """
@@ -11,11 +13,12 @@ import argparse
 import logging
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 from types import FrameType
 
-EXIT_DONE, EXIT_CRASH, EXIT_PREEMPTED, EXIT_CONFIG = 0, 1, 75, 78
+EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG = 0, 75, 78
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(arguments)
+    save_and_stop = threading.Event()
     signal.signal(signal.SIGTERM, _unwind)
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: save_and_stop.set())
     _quiet()
 
     # Imported here: a checkpoint's helper process imports this module and needs none of it.
@@ -35,11 +40,12 @@ def main(arguments: list[str] | None = None) -> int:
         check_run(config)
         from megatron_dapo.trainer import train
 
-        train(config)
+        finished = train(config, save_and_stop)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    return EXIT_DONE
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a second one must not change the exit code
+    return EXIT_DONE if finished else EXIT_PREEMPTED
 
 
 def _quiet() -> None:

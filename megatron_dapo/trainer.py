@@ -19,15 +19,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
+from threading import Event
 from typing import Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from megatron_dapo import device
 from megatron_dapo.batch.packing import pack_update, pad_multiple, split_updates
 from megatron_dapo.batch.rollout_batch import build_rollout_batch, from_tensors
-from megatron_dapo.checkpoint.commit import MANIFEST_FILE, newest_complete, step_of
+from megatron_dapo.checkpoint.commit import MANIFEST_FILE, newest_complete, step_folder, step_of
 from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, save_checkpoint
 from megatron_dapo.config import RunConfig
@@ -70,22 +74,33 @@ class Trainer:
     """Rollout steps that the weights have been trained for; stamped on every response."""
     skipped_in_a_row: Counter[str] = field(default_factory=Counter)
     """By the model that was not updated."""
+    save_and_stop: Event = field(default_factory=Event)
+    """Set on any rank: all save after the running step and stop."""
 
-    def run(self) -> None:
-        """Train from where the run directory stands to `training.steps`, then export."""
+    def run(self) -> bool:
+        """Train from where the run directory stands to `training.steps`, then export.
+
+        Returns:
+            False when asked to save and stop before the last step; the run goes on from there.
+        """
         first = self.resume() + 1
         if first > self.config.training.steps:  # stopped after its last checkpoint
             self.finish()
-            return
+            return True
         self.sync_weights()
         heldout = self.evaluate(0) if first == 1 else {}
         if heldout and self.sinks is not None:
             self.sinks.log(0, heldout)
         for step in range(first, self.config.training.steps + 1):
             self.step(step)
-            if self._due(step, self.config.checkpoint.every):
+            stop = self._stop_agreed()
+            if stop or self._due(step, self.config.checkpoint.every):
                 self.save(step)
+            if stop and step < self.config.training.steps:
+                logger.warning("asked to stop: step %d is saved", step)
+                return False
         self.finish()
+        return True
 
     def step(self, step: int) -> None:
         """One rollout step: prompts in, new weights in the engines out."""
@@ -177,6 +192,7 @@ class Trainer:
         """Engines serve this policy from here on, stamped with `policy_version`. Collective."""
         stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
         payload = self.transport.publish(stream, self.policy_version)
+        device.release_cached_memory()  # engines of the same devices wake up
         if self.rollouts is not None:
             assert payload is not None, "the rank with the rollouts publishes"
             self.rollouts.update_weights(payload, self.policy_version)
@@ -206,7 +222,7 @@ class Trainer:
 
         Weights alone (from `megatron-dapo convert`) are a start at step 0, with a new optimizer.
         """
-        checkpoint = newest_complete(self.config.run_dir / CHECKPOINTS)
+        checkpoint = self._checkpoint_to_resume()
         if checkpoint is None:
             return 0
         continues = holds_optimizer(checkpoint)
@@ -227,6 +243,14 @@ class Trainer:
         logger.info("start from %s", checkpoint)
         return restored.step
 
+    def _checkpoint_to_resume(self) -> Path | None:
+        """What global rank 0 finds is what all load: a shared file system may lag."""
+        folder = self.config.run_dir / CHECKPOINTS
+        newest = newest_complete(folder) if self.parallel.rank == 0 else None
+        found = torch.tensor(-1 if newest is None else step_of(newest))
+        dist.broadcast(found, 0, group=self.parallel.control_group)
+        return None if found < 0 else step_folder(folder, int(found))
+
     def finish(self) -> None:
         """Write the Hugging Face folder and the report. Collective."""
         if self.config.checkpoint.export_hf:
@@ -242,6 +266,12 @@ class Trainer:
             )
         if self.sinks is not None:
             self.sinks.finish()
+
+    def _stop_agreed(self) -> bool:
+        """True on every rank once one was asked to stop. Communicates one integer."""
+        asked = torch.tensor(int(self.save_and_stop.is_set()))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.parallel.control_group)
+        return bool(asked)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.config.training.steps or (every > 0 and step % every == 0)
@@ -277,15 +307,16 @@ class Trainer:
         self.sinks.log_samples(step, rollout.groups)
 
 
-def train(config: RunConfig) -> None:
-    """Run the rank that the environment names, from the first collective to the last."""
+def train(config: RunConfig, save_and_stop: Event) -> bool:
+    """Run the rank that the environment names; False when it saved and stopped before the end."""
     if is_complete(config):
         steps = config.training.steps
         logger.warning("%s is already complete: %d steps are done", config.run_dir, steps)
-        return
+        return True
     environment = read_launch_env(os.environ)
     with _open_trainer(config, environment) as trainer:
-        trainer.run()
+        trainer.save_and_stop = save_and_stop
+        return trainer.run()
 
 
 def is_complete(config: RunConfig) -> bool:

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# One trainer rank of run.sh. SLURM signals every process of a step, so the trainer sees TERM by
-# itself; USR1, which means that time runs out, it ignores, and gets one TERM from here instead.
+# One trainer rank of run.sh. USR1 means that time runs out: the trainer finishes its step, saves and
+# exits with 75; until it listens it ignores USR1. SLURM signals every process of a step, so the
+# trainer sees USR1 and TERM by itself, and this script only waits for it.
 # Its exit code goes into a file, since srun reports only the highest of all ranks.
 set -u
 : "${EXIT_CODES:?run.sh sets it}" "${SLURM_PROCID:?srun sets it}"
@@ -10,8 +11,7 @@ set -u
   exec python -m megatron_dapo.train "$@"
 ) &
 trainer=$!
-trap 'trap "" USR1; kill -TERM "$trainer" 2>/dev/null' USR1
-trap : TERM
+trap : USR1 TERM
 
 code=0
 wait "$trainer" || code=$?

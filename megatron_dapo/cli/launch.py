@@ -24,9 +24,12 @@ from megatron_dapo.config.load import save_resolved
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.parallel.launch_env import RENDEZVOUS_VARIABLE
 from megatron_dapo.rollout.inputs import RolloutInputs
+from megatron_dapo.train import EXIT_CONFIG, EXIT_PREEMPTED
 
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAVE_SIGNAL = signal.SIGUSR1
+"""Passed on: the ranks save after the running step and exit with 75."""
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
 TAIL_LINES = 25
@@ -55,8 +58,8 @@ def launch_ranks(command: Sequence[str], world_size: int, logs: Path) -> int:
     """Run `python COMMAND` once for each rank; the exit code of the first that failed, or 0.
 
     Rank 0 writes to this console, the others to `logs`. SIGINT, SIGTERM and a closed terminal end
-    all ranks, with time to clean up, and are answered with 128 + signal. Should this process be
-    killed, the kernel ends the ranks.
+    all ranks, with time to clean up, and are answered with 128 + signal. SIGUSR1 is passed on.
+    Should this process be killed, the kernel ends the ranks.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -79,7 +82,8 @@ def _signals_stop() -> Iterator[list[int]]:
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
-    heard = [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    signals = (*STOP_SIGNALS, SAVE_SIGNAL)
+    heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, note) for number in heard}
     try:
         yield received
@@ -132,9 +136,11 @@ _C_LIBRARY = ctypes.CDLL(None)
 def _die_with(launcher: int) -> None:
     """Between fork and exec of a rank: SIGKILL when the launcher ends without stopping it.
 
-    What a killed rank 0 leaves (engines, sockets, shared memory) its engines' guardians remove.
+    Until the rank listens to SIGUSR1 it ignores it. What a killed rank 0 leaves (engines, sockets,
+    shared memory) its engines' guardians remove.
     """
     _C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
     if os.getppid() != launcher:
         os._exit(1)
 
@@ -146,9 +152,13 @@ def _log_of(logs: Path, rank: int) -> Path:
 def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, stopped: list[int]) -> int:
     """Wait until all ranks are done, one fails, or a signal asks to stop."""
     while True:
-        if stopped:
-            _stop(ranks)
-            return 128 + stopped[0]
+        while stopped:
+            number = stopped.pop(0)
+            if number != SAVE_SIGNAL:
+                _stop(ranks)
+                return 128 + number
+            for process in ranks:
+                process.send_signal(number)
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
@@ -160,12 +170,15 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, stopped: list[int])
 
 def _first_cause(failed: list[int], codes: list[int | None]) -> int:
     """A rank that chose its exit code explains more than one that was torn down with it."""
-    return min(failed, key=lambda rank: (codes[rank] not in (75, 78), rank))
+    return min(failed, key=lambda rank: (codes[rank] not in (EXIT_PREEMPTED, EXIT_CONFIG), rank))
 
 
 def _report_failure(rank: int, codes: list[int | None], logs: Path) -> int:
     code = codes[rank]
     assert code is not None, f"rank {rank} has not ended"
+    if code == EXIT_PREEMPTED:
+        sys.stderr.write("saved and stopped; the same command goes on from there\n")
+        return code
     if code < 0:
         sys.stderr.write(f"trainer rank {rank} was ended by {signal.Signals(-code).name}\n")
         code = 128 - code

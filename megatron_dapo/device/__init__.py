@@ -15,6 +15,7 @@ __all__ = [
     "has_fp8",
     "has_transformer_engine",
     "install_cpu_support",
+    "release_cached_memory",
     "select",
 ]
 
@@ -60,6 +61,12 @@ def select(kind: Literal["auto", "cpu", "cuda"], *, local_rank: int) -> torch.de
 def backend() -> Literal["nccl", "gloo"]:
     """Communication backend of the training collectives on this device."""
     return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def release_cached_memory() -> None:
+    """Give memory that torch holds but does not use back to the CUDA device; nothing on CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def has_transformer_engine() -> bool:

@@ -105,9 +105,7 @@ sys.exit(40 + total.item())
 """
 
 
-def test_ranks_meet_and_leave_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_meet_and_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -200,6 +198,23 @@ def test_a_signal_to_the_terminal_reaches_the_launcher_alone(
     process = launcher()
     sessions = {os.getsid(rank_pid(tmp_path, rank)) for rank in (0, 1)}
     assert len(sessions | {os.getsid(process.pid)}) == 3
+
+
+def test_the_save_signal_is_passed_on_and_all_ranks_say_75(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ask = "threading.Timer(2.0, os.kill, (os.getppid(), signal.SIGUSR1)).start(); "
+    script = (
+        "import signal, threading; "
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+        f"rank == 0 and [{ask[:-2]}]; time.sleep(60)"
+    )
+    assert run(script, 2, tmp_path) == 75
+    assert "saved and stopped" in capfd.readouterr().err
+
+
+def test_a_rank_that_does_not_listen_yet_survives_the_save_signal(tmp_path: Path) -> None:
+    assert run("import signal; os.kill(os.getpid(), signal.SIGUSR1)", 1, tmp_path) == 0
 
 
 def test_nohup_keeps_a_run_alive_when_the_terminal_closes(
