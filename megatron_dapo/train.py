@@ -18,8 +18,6 @@ import warnings
 from pathlib import Path
 from types import FrameType
 
-EXIT_DONE, EXIT_PREEMPTED, EXIT_CONFIG = 0, 75, 78
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Train as the rank that the environment names; returns the process's exit code."""
@@ -34,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     # Imported here: a checkpoint's helper process imports this module and needs none of it.
     from megatron_dapo.config import ConfigError, check_run, load_config
+    from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 
     try:
         config = load_config(options.config, options.overrides)

@@ -87,7 +87,7 @@ def _show_ranks(console: Console, config: RunConfig) -> None:
     where = "given as endpoints" if rollout.endpoints else rollout.placement
     console.print(
         f"{rollout.engines} rollout engine(s) of {rollout.engine_tensor} device(s), {where}; "
-        f"weights by {rollout.weight_sync}."
+        "weights through shared memory."
     )
 
 

@@ -19,12 +19,11 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from megatron_dapo.config.errors import ConfigError
+from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_PREEMPTED, ConfigError
 from megatron_dapo.config.load import save_resolved
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.parallel.launch_env import RENDEZVOUS_VARIABLE
 from megatron_dapo.rollout.inputs import RolloutInputs
-from megatron_dapo.train import EXIT_CONFIG, EXIT_PREEMPTED
 
 PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.config import ConfigError, check_run, load_config
-
-EXIT_CONFIG = 78
+from megatron_dapo.config.errors import EXIT_CONFIG
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -206,10 +206,8 @@ def loss_problems(loss: LossConfig) -> Iterator[str]:
                 f"loss.dual_clip={loss.dual_clip}: must be above 1 + loss.clip_high = "
                 f"{1 + loss.clip_high}. The released script uses 10."
             )
-    elif loss.dual_clip is not None:
-        yield (
-            f"loss.dual_clip={loss.dual_clip}: loss.objective=cispo has no dual clip; leave it out."
-        )
+    else:
+        yield from _cispo_problems(loss, widths)
     if loss.aggregation == "constant" and loss.constant_tokens is None:
         yield (
             "loss.constant_tokens is not set: loss.aggregation=constant divides each response by "
@@ -226,6 +224,19 @@ def loss_problems(loss: LossConfig) -> Iterator[str]:
             f"loss.mismatch_low={loss.mismatch_low} and loss.mismatch_high={loss.mismatch_high}: "
             "need mismatch_low < 1 <= mismatch_high, or tokens without any mismatch are cut. "
             "Usual: tis_token 0 and 2, icepop 0.5 and 5, geometric 0.999 and 1.001."
+        )
+
+
+def _cispo_problems(loss: LossConfig, widths: str) -> Iterator[str]:
+    if not {"clip_low", "clip_high"} <= loss.model_fields_set:
+        yield (
+            f"{widths}: loss.objective=cispo needs its own clip widths, set both. With DAPO's the "
+            "weight would be cut on both sides; without a lower bound and with a cap of 5 they are "
+            "1.0 and 4.0."
+        )
+    if loss.dual_clip is not None:
+        yield (
+            f"loss.dual_clip={loss.dual_clip}: loss.objective=cispo has no dual clip; leave it out."
         )
 
 

@@ -1,8 +1,14 @@
-"""The one error of a configuration that cannot be run."""
+"""The one error of a configuration that cannot be run, and the exit codes of a process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+EXIT_DONE = 0
+EXIT_PREEMPTED = 75
+"""Saved and stopped before the end; the same command goes on from there."""
+EXIT_CONFIG = 78
+"""Configuration or data is wrong: starting again would not help. Any other code is a crash."""
 
 
 class ConfigError(ValueError):

@@ -201,8 +201,6 @@ class RolloutConfig(Section):
     """Longest wait for an engine to load its weights and answer."""
     request_timeout_seconds: PositiveInt = 3600
     """Longest wait for one response."""
-    weight_sync: Literal["shared_memory"] = "shared_memory"
-    """How weights reach the engines: files in /dev/shm of the machine of trainer rank 0."""
 
 
 class SamplingConfig(Section):

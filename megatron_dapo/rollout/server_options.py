@@ -52,8 +52,6 @@ class ServerOptions:
     trust_remote_code: bool
     sleep_mode: bool
     """Weights and cache can leave the device between phases (co-located engines on GPU)."""
-    local_only: bool
-    """Every process that exchanges weights with this engine is on this machine."""
     startup_timeout_seconds: float
     log_file: Path
 
@@ -84,7 +82,6 @@ def server_options(
         cpu_kv_cache_gib=rollout.cpu_kv_cache_gib,
         trust_remote_code=config.model.trust_remote_code,
         sleep_mode=device == "cuda" and rollout.placement == "colocated",
-        local_only=rollout.weight_sync == "shared_memory",
         startup_timeout_seconds=rollout.startup_timeout_seconds,
         log_file=config.run_dir / "logs" / f"rollout_engine_{index}.log",
     )
@@ -144,6 +141,7 @@ def server_environment(
         "VLLM_LOOPBACK_IP": "127.0.0.1",
         "VLLM_DP_MASTER_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_SERVER_DEV_MODE": "1",  # the weight-update routes
         "VLLM_PLUGINS": BACKEND,
         "MEGATRON_DAPO_GUARDED": "1",
@@ -153,8 +151,6 @@ def server_environment(
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    if options.local_only:
-        environment["NCCL_SOCKET_IFNAME"] = "lo"
     if options.visible_devices:
         seen = inherited.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = _device_names(options.visible_devices, seen)

@@ -1,4 +1,7 @@
-"""Real vLLM servers on CPU with tiny models. A start costs 20-50 s: few servers, many checks."""
+"""Real vLLM servers on CPU with tiny models. A start costs 20-50 s: few servers, many checks.
+
+Training runs are shared by all files too: see `training_runs` and `shared_engine`.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,27 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
+from megatron_dapo.config import load_config
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
-from megatron_dapo.rollout.server_options import ServerOptions
+from megatron_dapo.rollout.server_options import ServerOptions, server_options
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import VllmServer, session_members
+from tests.e2e.runs import Run, Start, make_start, train
 from tests.tiny_models import save_tiny_model, tiny_model
 
 ResultT = TypeVar("ResultT")
 PARITY = 1e-4
+GREEDY_TOKENS = 32
+TRAINING_RUNS = {
+    "qwen2_tied pp2": ("parallel.pipeline=2",),
+    "qwen2_tied tp2": ("parallel.tensor=2", "training.steps=3"),
+    "qwen3 tp2 pp2": ("parallel.tensor=2", "parallel.pipeline=2"),
+    "qwen3_moe ep2 dp2": ("parallel.data=2", "parallel.expert=2"),
+    "qwen2 dp2": ("parallel.data=2",),
+    "qwen3_moe tp2": ("parallel.tensor=2",),
+}
+"""By family and layout; each runs once a session, and only when a test asks for it."""
+ON_THE_SHARED_ENGINE = "qwen2_tied tp2"
 
 
 @dataclass
@@ -161,7 +177,6 @@ def tiny_options(model: Path, log_file: Path, **changes: object) -> ServerOption
         cpu_kv_cache_gib=1,
         trust_remote_code=False,
         sleep_mode=False,
-        local_only=True,
         startup_timeout_seconds=400,
         log_file=log_file,
     )
@@ -206,3 +221,76 @@ def mapped_shared_memory(session: int) -> set[Path]:
         for entry in psutil.Process(pid).memory_maps()
     )
     return {path for path in maps if path.parent == Path("/dev/shm") and path.exists()}
+
+
+@dataclass(frozen=True)
+class SharedEngine:
+    """A server that outlives runs. It started from the folder that "qwen2_tied pp2" exported."""
+
+    endpoint: str
+    answers: list[tuple[int, ...]]
+    """Its greedy continuations of `greedy_prompts`, before any run used it."""
+
+    @property
+    def override(self) -> str:
+        """Makes a run of a qwen2_tied model use it."""
+        return f"rollout.endpoints=[{self.endpoint}]"
+
+
+class TrainingRuns:
+    """Finished runs by name, started when they are first asked for."""
+
+    def __init__(self, folder: Path, request: pytest.FixtureRequest) -> None:
+        self._folder = folder
+        self._request = request
+        self._starts: dict[str, Start] = {}
+        self._runs: dict[str, Run] = {}
+
+    def __getitem__(self, name: str) -> Run:
+        if name not in self._runs:
+            overrides = [*TRAINING_RUNS[name]]
+            if name == ON_THE_SHARED_ENGINE:
+                overrides.append(self._request.getfixturevalue("shared_engine").override)
+            start = self._start_of(name.split()[0])
+            self._runs[name] = train(start, name.replace(" ", "_"), *overrides)
+        return self._runs[name]
+
+    def _start_of(self, family: str) -> Start:
+        if family not in self._starts:
+            self._starts[family] = make_start(self._folder / family, family)
+        return self._starts[family]
+
+
+@pytest.fixture(scope="session")
+def training_runs(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> TrainingRuns:
+    pytest.importorskip("vllm")
+    return TrainingRuns(tmp_path_factory.mktemp("runs"), request)
+
+
+@pytest.fixture(scope="session")
+def shared_engine(training_runs: TrainingRuns) -> Iterator[SharedEngine]:
+    exported = training_runs["qwen2_tied pp2"]
+    config = load_config(
+        exported.start.file,
+        [f"run_dir={exported.folder.parent / 'shared'}", "rollout.max_engine_tokens=64"],
+    )
+    options = server_options(config, 0, device="cpu")
+    server = VllmServer(replace(options, model=exported.hf))
+    server.start()
+    try:
+        server.wait_ready()
+        greedy = [
+            request(prompt, row, temperature=0.0, max_tokens=GREEDY_TOKENS, stop_token_ids=())
+            for row, prompt in enumerate(greedy_prompts())
+        ]
+        results = run_with_engine(server.endpoint, lambda engine: generate(engine, greedy))
+        yield SharedEngine(server.endpoint, [result.token_ids for result in results])
+    finally:
+        stop_and_look(server)
+
+
+def greedy_prompts() -> list[tuple[int, ...]]:
+    """Within what a run's engine takes beside `GREEDY_TOKENS` new tokens."""
+    return [prompt[:8] for prompt in prompts(20)]

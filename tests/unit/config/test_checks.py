@@ -12,6 +12,7 @@ from megatron_dapo.config.layout_checks import pack_multiple
 from megatron_dapo.config.remarks import remarks
 from tests.unit.config.runs import DENSE, MOE, make_config
 
+CISPO = {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0}
 GSPO = {"ratio": "sequence", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4}
 FP8 = {"fp8": "blockwise"}
 Sections = Mapping[str, Mapping[str, object]]
@@ -83,7 +84,8 @@ BROKEN: list[tuple[str, Sections, Mapping[str, object]]] = [
     ("loss.aggregation=token_mean", {"loss": GSPO | {"aggregation": "token_mean"}}, DENSE),
     ("loss.objective=cispo", {"loss": GSPO | {"objective": "cispo"}}, DENSE),
     ("loss.dual_clip=3.0", {"loss": GSPO | {"dual_clip": 3}}, DENSE),
-    ("loss.dual_clip=3.0", {"loss": {"objective": "cispo", "dual_clip": 3}}, DENSE),
+    ("loss.dual_clip=3.0", {"loss": CISPO | {"dual_clip": 3}}, DENSE),
+    ("loss.objective=cispo needs", {"loss": {"objective": "cispo", "clip_high": 4.0}}, DENSE),
     ("loss.constant_tokens is not set", {"loss": {"aggregation": "constant"}}, DENSE),
     ("loss.constant_tokens=64", {"loss": {"constant_tokens": 64}}, DENSE),
     ("loss.mismatch_low=0.0 and", {"loss": {"mismatch": "icepop", "mismatch_high": 0.5}}, DENSE),
@@ -182,7 +184,7 @@ def test_fp8_dimensions_must_fill_blocks() -> None:
     [
         ({}, DENSE),
         ({"loss": GSPO}, MOE),
-        ({"loss": {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0}}, DENSE),
+        ({"loss": CISPO}, DENSE),
         ({"loss": {"mismatch": "geometric", "mismatch_low": 0.999, "mismatch_high": 1.001}}, DENSE),
         ({"sampling": {"prompts_per_round": 1}}, DENSE),
         (

@@ -43,7 +43,6 @@ def options(tmp_path: Path) -> ServerOptions:
         cpu_kv_cache_gib=1,
         trust_remote_code=False,
         sleep_mode=False,
-        local_only=True,
         startup_timeout_seconds=20,
         log_file=tmp_path / "logs" / "rollout_engine_3.log",
     )
