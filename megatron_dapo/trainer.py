@@ -12,9 +12,7 @@ From there on every rank does the same, and only the last pipeline stage sees a 
 from __future__ import annotations
 
 import logging
-import math
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.launch_env import LaunchEnv, init_process_group, read_launch_env
 from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
-from megatron_dapo.policy.trained_model import TrainedModel, UpdateResult
+from megatron_dapo.policy.trained_model import SkippedUpdates, TrainedModel
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.shared_memory import SharedMemoryTransport
 from megatron_dapo.resharding.transfer import export_stream
@@ -70,10 +68,9 @@ class Trainer:
     transport: SharedMemoryTransport
     rollouts: RolloutDriver | None
     sinks: Sinks | None
+    skipped: SkippedUpdates
     policy_version: int = 0
     """Rollout steps that the weights have been trained for; stamped on every response."""
-    skipped_in_a_row: Counter[str] = field(default_factory=Counter)
-    """By the model that was not updated."""
     save_and_stop: Event = field(default_factory=Event)
     """Set on any rank: all save after the running step and stop."""
 
@@ -174,19 +171,7 @@ class Trainer:
         for update in [*updates] * self.config.training.epochs:
             result = model.update(update)
             bag.update(result.metrics.metrics)
-            self._count_skipped(model.name, result)
-
-    def _count_skipped(self, model: str, result: UpdateResult) -> None:
-        """Stop when non-finite gradients keep coming (on all ranks alike)."""
-        broken = result.skipped and not math.isfinite(result.grad_norm)
-        self.skipped_in_a_row[model] = self.skipped_in_a_row[model] + 1 if broken else 0
-        if self.skipped_in_a_row[model] >= self.config.training.stop_after_skipped:
-            raise RuntimeError(
-                f"{self.skipped_in_a_row[model]} updates of the {model} in a row had a gradient "
-                f"norm of {result.grad_norm} (training.stop_after_skipped="
-                f"{self.config.training.stop_after_skipped}); the weights are those of the last "
-                "finite update. Look at actor/ratio_max and the samples of this step"
-            )
+            self.skipped.note(model.name, result)
 
     def sync_weights(self) -> None:
         """Engines serve this policy from here on, stamped with `policy_version`. Collective."""
@@ -363,7 +348,17 @@ def _open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer
             critic.start_from(policy.chunks)
         if rollouts is not None:
             rollouts.wait_ready()
-        yield Trainer(config, hf_config, parallel, policy, critic, transport, rollouts, sinks)
+        yield Trainer(
+            config=config,
+            hf_config=hf_config,
+            parallel=parallel,
+            policy=policy,
+            critic=critic,
+            transport=transport,
+            rollouts=rollouts,
+            sinks=sinks,
+            skipped=SkippedUpdates(config.training.stop_after_skipped),
+        )
 
 
 def join_ranks(config: RunConfig, environment: LaunchEnv) -> ParallelContext:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 
 from megatron_dapo.config.checks import check_config
-from megatron_dapo.config.errors import ConfigError
+from megatron_dapo.config.errors import EXIT_CONFIG, ConfigError
 from megatron_dapo.config.load import load_config
 from megatron_dapo.config.machine_checks import decide_device
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
@@ -21,7 +21,7 @@ from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.planning.memory import GIB, checkpoint_bytes
 from megatron_dapo.planning.ports import master_port
 
-EXIT_USAGE, EXIT_CONFIG = 2, 78
+EXIT_USAGE = 2
 
 
 def job_facts(config: RunConfig, hf_config: Mapping[str, object], job_id: int) -> dict[str, str]:

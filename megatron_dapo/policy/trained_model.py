@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -40,6 +42,32 @@ class UpdateResult:
     """Before clipping; NaN or infinite when skipped for it, 0 when no token trained."""
     skipped: bool
     """The weights did not move: a non-finite gradient, or no token that trains."""
+
+
+@dataclass
+class SkippedUpdates:
+    """Ends a run whose gradients stay non-finite; every rank sees the same and decides alike."""
+
+    stop_after: int
+    """`training.stop_after_skipped`"""
+    in_a_row: Counter[str] = field(default_factory=Counter)
+    """By the model that was not updated."""
+
+    def note(self, model: str, result: UpdateResult) -> None:
+        """Count one update of `model`.
+
+        Raises:
+            RuntimeError: it is the last of `stop_after` in a row that were skipped for their norm.
+        """
+        broken = result.skipped and not math.isfinite(result.grad_norm)
+        self.in_a_row[model] = self.in_a_row[model] + 1 if broken else 0
+        if self.in_a_row[model] >= self.stop_after:
+            raise RuntimeError(
+                f"{self.in_a_row[model]} updates of the {model} in a row had a gradient norm of "
+                f"{result.grad_norm} (training.stop_after_skipped={self.stop_after}); the weights "
+                "are those of the last finite update. Look at actor/ratio_max and the samples of "
+                "this step"
+            )
 
 
 @dataclass(kw_only=True)
