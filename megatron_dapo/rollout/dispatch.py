@@ -32,6 +32,7 @@ class Dispatcher:
             raise ValueError("no rollout engines: rollout.engines or rollout.endpoints needs one")
         self._engines = engines
         self._load = dict.fromkeys(range(len(engines)), 0)
+        self._last_failure: EngineUnavailable | None = None
         self._slots = asyncio.Semaphore(len(engines) * (max_concurrent + max_concurrent // 8 + 1))
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -51,11 +52,14 @@ class Dispatcher:
                 finally:
                     if chosen in self._load:
                         self._load[chosen] -= 1
-            raise EngineUnavailable(f"all {len(self._engines)} rollout engines are lost")
+            raise EngineUnavailable(
+                f"all {len(self._engines)} rollout engines are lost, at last: {self._last_failure}"
+            ) from self._last_failure
 
     def _drop(self, engine: int, error: EngineUnavailable) -> None:
         lost = self._load.pop(engine, None)
         if lost is not None:
+            self._last_failure = error
             logger.error("engine %d is lost, its %d requests go elsewhere: %s", engine, lost, error)
 
 

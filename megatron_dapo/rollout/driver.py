@@ -170,14 +170,15 @@ class RolloutDriver:
         return self._loop.run(work)
 
     async def _connect(self) -> None:
-        endpoints = self._config.rollout.endpoints or [server.endpoint for server in self._servers]
+        labels = {server.endpoint: server.label for server in self._servers}
         self._engines = [
             VllmEngine(
                 endpoint,
+                label=labels.get(endpoint, endpoint),
                 request_timeout_seconds=self._config.rollout.request_timeout_seconds,
                 sleep_mode=self._sleep_mode,
             )
-            for endpoint in endpoints
+            for endpoint in self._config.rollout.endpoints or labels
         ]
 
     async def _disconnect(self) -> None:

@@ -98,6 +98,7 @@ class VllmEngine:
 
     Args:
         endpoint: unix:/path or http://127.0.0.1:port.
+        label: what messages call it; default: the endpoint.
         request_timeout_seconds: longest wait for one answer.
         sleep_mode: the server was started with --enable-sleep-mode; without it `sleep` and
             `wake_up` do nothing (CPU, or the engine has its own devices).
@@ -107,11 +108,13 @@ class VllmEngine:
         self,
         endpoint: str,
         *,
+        label: str = "",
         request_timeout_seconds: float = 3600.0,
         sleep_mode: bool = False,
     ) -> None:
         transport, base_url = open_transport(endpoint)
         self.endpoint = endpoint
+        self.label = label or endpoint
         self.sleep_mode = sleep_mode
         self._client = httpx.AsyncClient(
             transport=transport,
@@ -168,7 +171,7 @@ class VllmEngine:
         self._check_usable()
         if self._in_flight:
             raise RuntimeError(
-                f"weight update of {self.endpoint} while {self._in_flight} of its requests are "
+                f"weight update of {self.label} while {self._in_flight} of its requests are "
                 "running; wait for the whole rollout first"
             )
         if self._weights_directory is None:
@@ -183,7 +186,7 @@ class VllmEngine:
         found = await self.weight_version()
         if found != policy_version:
             raise EngineError(
-                f"{self.endpoint} serves weight version {found} after the update to version "
+                f"{self.label} serves weight version {found} after the update to version "
                 f"{policy_version}; is another run using this engine?"
             )
         await self._send("POST", "/resume")
@@ -218,7 +221,7 @@ class VllmEngine:
         answer = await self._send("POST", "/reset_prefix_cache")
         if not self._parse(_ResetAnswer, answer).success:
             raise EngineError(
-                f"{self.endpoint} could not reset its prefix cache after a weight update: "
+                f"{self.label} could not reset its prefix cache after a weight update: "
                 "requests of someone else still hold blocks of it"
             )
 
@@ -236,21 +239,21 @@ class VllmEngine:
                 answer = await self._client.request(method, path, json=body)
             except retried as error:
                 failure: httpx.TransportError = error
-                logger.warning("%s %s: %r, attempt %d", self.endpoint, path, error, attempt + 1)
+                logger.warning("%s %s: %r, attempt %d", self.label, path, error, attempt + 1)
                 continue
             except httpx.TransportError as error:
                 raise EngineUnavailable(
-                    f"{self.endpoint} did not answer {method} {path}: {error!r}"
+                    f"{self.label} did not answer {method} {path}: {error!r}"
                 ) from error
             if answer.is_success:
                 return answer
             raise EngineError(
-                f"{self.endpoint} answered {answer.status_code} to {method} {path}: "
+                f"{self.label} answered {answer.status_code} to {method} {path}: "
                 f"{answer.text[:2000]}"
             )
         raise EngineUnavailable(
-            f"{self.endpoint} cannot be reached for {method} {path} after {ATTEMPTS} attempts: "
-            f"{failure!r}. The engine's log says why it died"
+            f"{self.label} cannot be reached for {method} {path} after {ATTEMPTS} attempts: "
+            f"{failure!r}. The engine's log says why"
         ) from failure
 
     def _parse(self, model: type[AnswerT], answer: httpx.Response) -> AnswerT:
@@ -258,7 +261,7 @@ class VllmEngine:
             return model.model_validate_json(answer.content)
         except pydantic.ValidationError as error:
             raise EngineError(
-                f"{self.endpoint} answered {answer.url.path} in an unknown form: {error}"
+                f"{self.label} answered {answer.url.path} in an unknown form: {error}"
             ) from error
 
     def _first_version(self, choice: _Choice) -> int:
@@ -267,7 +270,7 @@ class VllmEngine:
     def _check_usable(self) -> None:
         if self._broken:
             raise EngineError(
-                f"{self.endpoint}: an earlier weight update failed or is running, its weights may "
+                f"{self.label}: an earlier weight update failed or is running, its weights may "
                 "be half old; restart the engine"
             )
 

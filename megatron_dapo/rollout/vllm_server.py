@@ -61,6 +61,11 @@ class VllmServer:
         return f"rollout engine {self.options.index}"
 
     @property
+    def label(self) -> str:
+        """What messages call it: its name, and where to read on."""
+        return f"{self.name} (log in {self.options.log_file})"
+
+    @property
     def endpoint(self) -> str:
         """Address for `VllmEngine`; valid from `start` to `stop`."""
         return f"unix:{self._socket()}"
