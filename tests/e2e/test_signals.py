@@ -1,0 +1,125 @@
+"""Ctrl-C, SIGTERM and kill -9 at bad moments: the exit code, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.processes import RunningTrain, start_train
+from tests.e2e.runs import Start, make_start
+
+LONGEST_EXIT_SECONDS = 30.0
+LAYOUT = ("parallel.tensor=2", "sampling.dynamic=false")
+LONG_GENERATION = (
+    "rollout.prompts_per_step=64",
+    "rollout.max_response_tokens=400",
+    "rollout.max_concurrent_sequences=8",
+    "training.tokens_per_micro_batch=512",
+)
+LONG_TRAINING = ("training.epochs=5000",)
+RESPONSES_PER_STEP = 16
+
+Starter = Callable[..., RunningTrain]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    pytest.importorskip("vllm")
+    return make_start(tmp_path_factory.mktemp("interrupted"), "qwen3")
+
+
+@pytest.fixture
+def runs(start: Start, request: pytest.FixtureRequest) -> Iterator[Starter]:
+    """Starts a run and brings it to a moment; its processes are listed by then."""
+    started: list[RunningTrain] = []
+
+    def reach(moment: str) -> RunningTrain:
+        extra = {"generation": LONG_GENERATION, "training": LONG_TRAINING}.get(moment, ())
+        name = request.node.name.replace(" ", "_")
+        run = start_train(start, name, *LAYOUT, *extra)
+        started.append(run)
+        if moment == "engine launch":
+            run.wait_for("the engine's log", run.engine_log.exists)
+        elif moment == "engine start":
+            run.wait_for("the engine's first words", lambda: _size(run.engine_log) > 0)
+        elif moment == "generation":
+            run.wait_for("a response", lambda: run.responses_graded() > 0)
+        else:
+            run.wait_for("a batch", lambda: run.responses_graded() == RESPONSES_PER_STEP)
+            time.sleep(2.0)  # into the updates
+        run.note_files()
+        return run
+
+    yield reach
+    for run in started:
+        run.close()
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("engine start", signal.SIGINT),
+        ("generation", signal.SIGTERM),
+        pytest.param("training", signal.SIGINT, marks=SLOW),
+        pytest.param("engine launch", signal.SIGTERM, marks=SLOW),
+        pytest.param("generation", signal.SIGINT, marks=SLOW),
+        pytest.param("training", signal.SIGTERM, marks=SLOW),
+    ],
+)
+def test_a_signal_ends_everything(runs: Starter, moment: str, number: signal.Signals) -> None:
+    run = runs(moment)
+    asked = time.monotonic()
+    run.process.send_signal(number)
+    assert run.process.wait(LONGEST_EXIT_SECONDS) == 128 + number
+    assert time.monotonic() - asked < LONGEST_EXIT_SECONDS
+    run.wait_until_gone()
+    assert not (run.folder / "hf").exists()
+
+
+@pytest.mark.parametrize("moment", ["generation", pytest.param("training", marks=SLOW)])
+def test_killing_the_launcher_ends_everything(runs: Starter, moment: str) -> None:
+    run = runs(moment)
+    run.process.kill()
+    run.process.wait()
+    run.wait_until_gone()
+
+
+@pytest.mark.slow
+def test_killing_rank_0_ends_everything(runs: Starter) -> None:
+    run = runs("generation")
+    run.rank(0).kill()
+    assert run.process.wait(LONGEST_EXIT_SECONDS) == 137
+    run.wait_until_gone()
+    assert "trainer rank 0 was ended by SIGKILL" in run.output()
+
+
+@pytest.mark.slow
+def test_killing_another_rank_ends_everything(runs: Starter) -> None:
+    run = runs("training")
+    run.rank(1).kill()
+    assert run.process.wait(LONGEST_EXIT_SECONDS) == 137
+    run.wait_until_gone()
+    assert "trainer rank 1 was ended by SIGKILL" in run.output()
+
+
+@pytest.mark.parametrize("victim", [1, *(pytest.param(victim, marks=SLOW) for victim in (0, -1))])
+def test_a_killed_engine_ends_the_run_with_its_name_and_log(runs: Starter, victim: int) -> None:
+    """Guardian, server and worker process: whichever dies, the run does not hang."""
+    run = runs("generation")
+    run.engine()[victim].kill()
+    assert run.process.wait(LONGEST_EXIT_SECONDS) == 1
+    run.wait_until_gone()
+    output = run.output()
+    assert "rollout engine 0" in output
+    assert str(run.engine_log) in output
