@@ -1,0 +1,158 @@
+"""The order of a run, without ranks: what is done before, between and after the steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+
+import pytest
+import torch.distributed as dist
+
+from megatron_dapo.checkpoint.commit import commit, unfinished_folder
+from megatron_dapo.config import RunConfig
+from megatron_dapo.trainer import CHECKPOINTS, HF_FOLDER, Trainer, is_complete
+from tests.unit.config.runs import make_config
+
+STEPS = 4
+
+
+def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
+    config = make_config(training={"steps": STEPS}, **sections)
+    return config.model_copy(update={"run_dir": folder})
+
+
+def save(folder: Path, step: int) -> None:
+    checkpoints = folder / CHECKPOINTS
+    unfinished_folder(checkpoints, step).mkdir(parents=True)
+    commit(checkpoints, step, {})
+
+
+def export(folder: Path, *, seconds_later: float) -> None:
+    (folder / HF_FOLDER).mkdir()
+    file = folder / HF_FOLDER / "config.json"
+    file.write_text("{}")
+    saved = max(path.stat().st_mtime for path in folder.glob(f"{CHECKPOINTS}/*/manifest.json"))
+    os.utime(file, (saved + seconds_later, saved + seconds_later))
+
+
+def test_a_run_is_complete_once_its_last_step_is_saved_and_exported(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert not is_complete(config)
+    save(tmp_path, STEPS - 1)
+    assert not is_complete(config)
+    save(tmp_path, STEPS)
+    assert not is_complete(config)
+    export(tmp_path, seconds_later=1)
+    assert is_complete(config)
+
+
+def test_an_export_of_an_earlier_step_does_not_complete_a_run(tmp_path: Path) -> None:
+    save(tmp_path, STEPS)
+    export(tmp_path, seconds_later=-60)
+    assert not is_complete(config_of(tmp_path))
+
+
+def test_a_run_without_export_is_complete_with_its_last_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, STEPS)
+    assert is_complete(config_of(tmp_path, checkpoint={"export_hf": False}))
+
+
+@dataclass
+class Diary(Trainer):
+    """A trainer whose parts only note that they were called."""
+
+    start: int = 0
+    stop_at: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def resume(self) -> int:
+        return self.start
+
+    def sync_weights(self) -> None:
+        self.notes.append("sync")
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        self.notes.append(f"evaluate {step}")
+        return {}
+
+    def step(self, step: int) -> None:
+        self.notes.append(f"step {step}")
+        if step == self.stop_at:
+            self.save_and_stop.set()
+
+    def save(self, step: int) -> None:
+        self.notes.append(f"save {step}")
+
+    def finish(self) -> None:
+        self.notes.append("finish")
+
+
+@dataclass
+class Alone:
+    """What the agreement to stop reads of a ParallelContext: one rank's group."""
+
+    control_group: dist.ProcessGroup
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Alone]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Alone(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+def diary(alone: Alone, *, every: int, start: int = 0, stop_at: int | None = None) -> Diary:
+    config = make_config(training={"steps": STEPS}, checkpoint={"every": every})
+    rest = dict.fromkeys(
+        ("hf_config", "policy", "critic", "transport", "rollouts", "sinks", "skipped")
+    )
+    return Diary(
+        config=config,
+        parallel=alone,  # type: ignore[arg-type]
+        save_and_stop=Event(),
+        start=start,
+        stop_at=stop_at,
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def test_a_fresh_run_pushes_weights_and_evaluates_before_its_first_step(alone: Alone) -> None:
+    trainer = diary(alone, every=2)
+    assert trainer.run()
+    steps = ["step 1", "step 2", "save 2", "step 3", "step 4", "save 4"]
+    assert trainer.notes == ["sync", "evaluate 0", *steps, "finish"]
+
+
+def test_the_last_step_is_saved_whatever_the_interval(alone: Alone) -> None:
+    for every in (0, 3):
+        trainer = diary(alone, every=every)
+        assert trainer.run()
+        assert [note for note in trainer.notes if "save" in note][-1] == f"save {STEPS}"
+        assert trainer.notes[-1] == "finish"
+
+
+def test_a_resumed_run_pushes_its_weights_and_does_not_evaluate_again(alone: Alone) -> None:
+    trainer = diary(alone, every=0, start=2)
+    assert trainer.run()
+    assert trainer.notes == ["sync", "step 3", "step 4", "save 4", "finish"]
+
+
+def test_a_run_stopped_after_its_last_checkpoint_only_exports(alone: Alone) -> None:
+    trainer = diary(alone, every=0, start=STEPS)
+    assert trainer.run()
+    assert trainer.notes == ["finish"]
+
+
+def test_a_run_asked_to_stop_saves_first_and_is_not_finished(alone: Alone) -> None:
+    trainer = diary(alone, every=0, stop_at=2)
+    assert not trainer.run()
+    assert trainer.notes[-2:] == ["step 2", "save 2"]
+
+
+def test_a_run_asked_to_stop_in_its_last_step_finishes(alone: Alone) -> None:
+    trainer = diary(alone, every=0, stop_at=STEPS)
+    assert trainer.run()
+    assert trainer.notes[-2:] == [f"save {STEPS}", "finish"]
