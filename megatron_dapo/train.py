@@ -10,13 +10,13 @@ it again.
 from __future__ import annotations
 
 import argparse
-import logging
 import signal
 import sys
 import threading
-import warnings
 from pathlib import Path
 from types import FrameType
+
+from megatron_dapo.observability.logs import quiet_logs
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     save_and_stop = threading.Event()
     signal.signal(signal.SIGTERM, _unwind)
     signal.signal(signal.SIGUSR1, lambda _number, _frame: save_and_stop.set())
-    _quiet()
+    quiet_logs()
 
     # Imported here: a checkpoint's helper process imports this module and needs none of it.
     from megatron_dapo.config import ConfigError, check_run, load_config
@@ -45,17 +45,6 @@ def main(arguments: list[str] | None = None) -> int:
         return EXIT_CONFIG
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a second one must not change the exit code
     return EXIT_DONE if finished else EXIT_PREEMPTED
-
-
-def _quiet() -> None:
-    """Our own messages from INFO on, others' from WARNING on, and none about missing GPU parts.
-
-    `megatron-dapo doctor` says what is missing; without a GPU Megatron says it at every import.
-    """
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("megatron_dapo").setLevel(logging.INFO)
-    for module in (r"megatron\.core", r"torch\.distributed"):
-        warnings.filterwarnings("ignore", module=module)
 
 
 def _unwind(number: int, _frame: FrameType | None) -> None:

@@ -29,7 +29,13 @@ from transformers import AutoConfig, PretrainedConfig
 from megatron_dapo import device
 from megatron_dapo.batch.packing import pack_update, pad_multiple, split_updates
 from megatron_dapo.batch.rollout_batch import build_rollout_batch, from_tensors
-from megatron_dapo.checkpoint.commit import MANIFEST_FILE, newest_complete, step_folder, step_of
+from megatron_dapo.checkpoint.commit import (
+    CHECKPOINTS,
+    MANIFEST_FILE,
+    newest_complete,
+    step_folder,
+    step_of,
+)
 from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, save_checkpoint
 from megatron_dapo.config import RunConfig
@@ -51,7 +57,6 @@ from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.types import MicroBatch, RolloutBatch
 
 logger = logging.getLogger(__name__)
-CHECKPOINTS = "checkpoints"
 HF_FOLDER = "hf"
 
 

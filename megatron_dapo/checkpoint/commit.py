@@ -19,6 +19,8 @@ from typing import TypedDict
 
 logger = logging.getLogger(__name__)
 
+CHECKPOINTS = "checkpoints"
+"""Folder in a run directory."""
 MANIFEST_FILE = "manifest.json"
 POINTER_FILE = "latest"
 """Holds the name of the newest complete checkpoint, for people and scripts."""

@@ -164,7 +164,7 @@ def load_checkpoint(
     same_layout = document["layout"] == _layout(parallel, len(chunks))
     if same_layout:
         _restore_random_states(_random_file(checkpoint, parallel.rank))
-    elif parallel.rank == 0:
+    elif parallel.rank == 0 and optimizer is not None:
         logger.warning(
             "%s was saved by layout %s: random states start anew", checkpoint, document["layout"]
         )

@@ -1,25 +1,24 @@
 """`convert` and `export`: Hugging Face folder -> Megatron shards -> Hugging Face folder.
 
-Both start the ranks of a layout (this module again, as `python -m`), because each rank reads or
-sends only the shards that it holds. What `convert` writes is a run directory at step 0: a run with
-that `run_dir` starts from the shards.
+Both start the ranks of a layout (`cli/convert_rank.py`), because each rank reads or sends only the
+shards that it holds. What `convert` writes is a run directory at step 0: a run with that `run_dir`
+starts from the shards.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoConfig
-
-from megatron_dapo import device
-from megatron_dapo.checkpoint.commit import list_steps, newest_complete, require_complete
-from megatron_dapo.checkpoint.export import write_hf_folder
-from megatron_dapo.checkpoint.state import load_checkpoint, save_checkpoint
+from megatron_dapo.checkpoint.commit import (
+    CHECKPOINTS,
+    list_steps,
+    newest_complete,
+    require_complete,
+)
 from megatron_dapo.cli.launch import launch_ranks
 from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.layout_checks import layout_problems
@@ -27,13 +26,8 @@ from megatron_dapo.config.load import RESOLVED_FILE, save_resolved
 from megatron_dapo.config.machine_checks import weight_problems
 from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
-from megatron_dapo.parallel.launch_env import read_launch_env
-from megatron_dapo.policy.model import build_chunks
-from megatron_dapo.resharding.load import load_hf_weights
-from megatron_dapo.resharding.transfer import export_stream
-from megatron_dapo.trainer import CHECKPOINTS, join_ranks
 
-MODULE = "megatron_dapo.cli.convert"
+RANK_MODULE = "megatron_dapo.cli.convert_rank"
 LOGS = "logs"
 
 
@@ -61,7 +55,7 @@ def convert_main(options: argparse.Namespace) -> int:
     config = load_config(save_resolved(config, config.run_dir), options.overrides)
     _check(config)
     resolved = save_resolved(config, config.run_dir)
-    return _launch(["convert", "--config", str(resolved)], config)
+    return _launch(["convert", "--config", str(resolved)], config, config.run_dir)
 
 
 def export_main(options: argparse.Namespace) -> int:
@@ -77,7 +71,7 @@ def export_main(options: argparse.Namespace) -> int:
     config = export_config(run_dir, options.overrides)
     resolved = save_resolved(config, run_dir / "export")
     arguments = ["export", "--config", str(resolved), "--checkpoint", str(checkpoint)]
-    return _launch([*arguments, "--out", str(out)], config)
+    return _launch([*arguments, "--out", str(out)], config, out)
 
 
 def export_config(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
@@ -129,49 +123,10 @@ def _check(config: RunConfig) -> None:
         raise ConfigError(problems)
 
 
-def _launch(arguments: Sequence[str], config: RunConfig) -> int:
-    return launch_ranks(
-        ["-m", MODULE, *arguments], config.parallel.world_size, config.run_dir / LOGS
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """One rank of a conversion."""
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}")
-    parser.add_argument("action", choices=["convert", "export"])
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(argv)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
-    config = load_config(options.config)
-    environment = read_launch_env(os.environ)
-    device.select(config.device, local_rank=environment.local_rank)
-    hf_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
-    parallel = join_ranks(config, environment)
-    chunks = build_chunks(config, hf_config, parallel)
-    if options.action == "convert":
-        load_hf_weights(chunks, hf_config, config.model.path, parallel)
-        folder = config.run_dir / CHECKPOINTS
-        save_checkpoint(
-            folder, 0, chunks=chunks, optimizer=None, state={}, parallel=parallel, keep=1
-        )
-    else:
-        load_checkpoint(options.checkpoint, chunks=chunks, optimizer=None, parallel=parallel)
-        stream = export_stream(chunks, hf_config, parallel)
-        write_hf_folder(
-            stream,
-            config.model.path,
-            options.out,
-            expected=stream.tensors.keys(),
-            dtype=stream.dtype,
-            tokenizer_folder=config.model.tokenizer,
-        )
-    parallel.destroy()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _launch(arguments: Sequence[str], config: RunConfig, out: Path) -> int:
+    """Run the ranks; name what they wrote."""
+    command = ["-m", RANK_MODULE, *arguments]
+    code = launch_ranks(command, config.parallel.world_size, config.run_dir / LOGS)
+    if code == 0:
+        sys.stdout.write(f"{out}\n")
+    return code

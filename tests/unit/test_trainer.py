@@ -11,9 +11,9 @@ from threading import Event
 import pytest
 import torch.distributed as dist
 
-from megatron_dapo.checkpoint.commit import commit, unfinished_folder
+from megatron_dapo.checkpoint.commit import CHECKPOINTS, commit, unfinished_folder
 from megatron_dapo.config import RunConfig
-from megatron_dapo.trainer import CHECKPOINTS, HF_FOLDER, Trainer, is_complete
+from megatron_dapo.trainer import HF_FOLDER, Trainer, is_complete
 from tests.unit.config.runs import make_config
 
 STEPS = 4
