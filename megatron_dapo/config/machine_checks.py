@@ -75,7 +75,7 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
 
 
 def weight_problems(folder: Path) -> Iterator[str]:
-    """Safetensors of a Hugging Face folder: there, and complete by their own index."""
+    """Safetensors of a Hugging Face folder: there, complete by their index, each file whole."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         named = set(json.loads(index.read_text())["weight_map"].values())
@@ -90,6 +90,27 @@ def weight_problems(folder: Path) -> Iterator[str]:
             f"model.path={folder}: holds no .safetensors weights. Download the model and set "
             "model.path to its folder."
         )
+    for file in sorted(folder.glob("*.safetensors")):
+        if not _is_whole(file):
+            yield (
+                f"model.path={folder}: {file.name} has {file.stat().st_size} bytes, fewer or more "
+                "than its header says. Fetch it again."
+            )
+
+
+def _is_whole(safetensors: Path) -> bool:
+    """True when the file is as long as its header says: 8 bytes of length, JSON, tensors."""
+    with safetensors.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        size = safetensors.stat().st_size
+        if not 2 <= header_bytes <= size - 8:
+            return False
+        try:
+            header = json.loads(file.read(header_bytes))
+        except ValueError:
+            return False
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return 8 + header_bytes + max(ends, default=0) == size
 
 
 def _file_problems(config: RunConfig) -> Iterator[str]:

@@ -35,6 +35,9 @@ SOUND: dict[str, dict[str, object]] = {
     "reward": {"overlong_buffer_tokens": 16},
 }
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+"""The smallest whole safetensors file."""
+
 
 def write_run(folder: Path, *, hf: Mapping[str, object] = DENSE, weights: bool = True) -> Path:
     """A sound run in `folder`: run.yaml, a model folder and prompts. Returns run.yaml."""
@@ -42,7 +45,7 @@ def write_run(folder: Path, *, hf: Mapping[str, object] = DENSE, weights: bool =
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps(dict(hf)))
     if weights:
-        (model / "model.safetensors").write_bytes(b"")
+        (model / "model.safetensors").write_bytes(NO_TENSORS)
         (model / "tokenizer.json").write_text("{}")
         (folder / "train.jsonl").write_text("{}\n")
     tree = SOUND | {

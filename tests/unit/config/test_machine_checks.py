@@ -6,7 +6,9 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from megatron_dapo.config import ConfigError, check_run, load_config, machine_checks
 from megatron_dapo.config.machine_checks import (
@@ -15,7 +17,7 @@ from megatron_dapo.config.machine_checks import (
     meant_for_another_machine,
     weight_problems,
 )
-from tests.unit.config.runs import DENSE, make_config, write_run
+from tests.unit.config.runs import DENSE, NO_TENSORS, make_config, write_run
 
 
 @pytest.fixture
@@ -73,7 +75,19 @@ def test_our_own_engines_need_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_an_index_names_every_weight_file(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "1.safetensors").touch()
+    (tmp_path / "1.safetensors").write_bytes(NO_TENSORS)
     assert "1 of 2 weight files" in "".join(weight_problems(tmp_path))
-    (tmp_path / "2.safetensors").touch()
+    (tmp_path / "2.safetensors").write_bytes(NO_TENSORS)
     assert list(weight_problems(tmp_path)) == []
+
+
+def test_a_weight_file_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": np.arange(100, dtype=np.float32)}, file)
+    assert list(weight_problems(tmp_path)) == []
+    whole = file.read_bytes()
+    for cut in (whole[:-1], whole[:50], whole[:8], b"", whole + b"x", b"\xff" * 100):
+        file.write_bytes(cut)
+        (problem,) = weight_problems(tmp_path)
+        assert f"model.safetensors has {len(cut)} bytes" in problem
+        assert "Fetch it again" in problem
