@@ -16,6 +16,8 @@ from megatron_dapo.config.schema import LossConfig
 
 LOG_RATIO_LIMIT = 20.0
 """exp stays finite; no gradient flows beyond it."""
+SEQUENCE_MISMATCHES = ("tis_sequence", "sequence_mask", "geometric")
+"""Corrections that weigh a response as a whole."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +189,4 @@ def mismatch_weight(log_weight: Tensor, config: LossConfig) -> Tensor:
 
 def uses_whole_sequences(config: LossConfig) -> bool:
     """A token's loss needs its whole response's log-probs first (GSPO, sequence corrections)."""
-    return config.ratio == "sequence" or config.mismatch in (
-        "tis_sequence",
-        "sequence_mask",
-        "geometric",
-    )
+    return config.ratio == "sequence" or config.mismatch in SEQUENCE_MISMATCHES

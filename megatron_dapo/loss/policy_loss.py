@@ -16,7 +16,12 @@ from torch import Tensor
 from megatron_dapo.config.schema import LossConfig
 from megatron_dapo.loss.denominators import Ledger
 from megatron_dapo.loss.loss_metrics import LOSS_METRICS, loss_metrics
-from megatron_dapo.loss.objectives import TokenInputs, token_losses, uses_whole_sequences
+from megatron_dapo.loss.objectives import (
+    SEQUENCE_MISMATCHES,
+    TokenInputs,
+    token_losses,
+    uses_whole_sequences,
+)
 from megatron_dapo.observability.metrics import Metric
 
 __all__ = ["LOSS_METRICS", "LossTerms", "policy_loss"]
@@ -49,12 +54,12 @@ def policy_loss(
 ) -> LossTerms:
     """Loss sum, denominator and metric sums of one micro-batch (DAPO Eq. 8; GSPO; CISPO).
 
-    With ratio = sequence the ratio of a response is s = exp(mean log-ratio of its counted tokens),
-    in the form detach(s) * pi / detach(pi) at each token: GSPO's gradient without a collective.
+    With ratio = sequence a response's ratio is s = exp(mean log-ratio of its counted tokens), in
+    the form detach(s) * pi / detach(pi) at each token: GSPO's gradient without a collective.
 
     Every rank of `cp_group` calls, each with its own tokens of the same responses, and holds its
-    own part of the sums. Communicates: one all-reduce of [num_sequences, 3] float64 where the
-    config needs whole responses, nothing in backward; more only to derive the weights.
+    own part of the sums. Communicates: where the config needs whole responses, one all-reduce of
+    [num_sequences, 2] float64 (3 with mismatch weights), else only to derive the token weights.
 
     Args:
         logprobs: [tokens] fp32, current policy. Carries gradient.
@@ -97,8 +102,8 @@ def policy_loss(
     inputs = TokenInputs.masked(loss_mask, **per_token)
     if not uses_whole_sequences(config):
         return sum_losses(inputs, token_weights, denominator, config)
-    responses = _Responses.of(inputs, sequence_index, num_sequences, cp_group)
-    log_ratio, log_weight, clip_weights = None, None, None
+    responses = _Responses.of(inputs, sequence_index, num_sequences, config, cp_group)
+    log_ratio = log_weight = clip_weights = None
     if config.ratio == "sequence":
         clip_weights = torch.where(loss_mask, 1.0 / responses.tokens, 0.0)
         log_ratio = responses.mean_log_ratio + (inputs.logprobs - inputs.logprobs.detach())
@@ -214,22 +219,22 @@ class _Responses:
         inputs: TokenInputs,
         sequence_index: Tensor,
         num_sequences: int,
+        config: LossConfig,
         cp_group: dist.ProcessGroup | None,
     ) -> _Responses:
         """Sums over responses in float64; one all-reduce over `cp_group` for all of them."""
-        log_weight = inputs.log_weight
         log_ratio, mask = inputs.log_ratio.detach(), inputs.mask
-        columns = [log_ratio, mask if log_weight is None else log_weight, mask]
+        log_weight = inputs.log_weight if config.mismatch in SEQUENCE_MISMATCHES else None
+        columns = [mask, log_ratio] if log_weight is None else [mask, log_ratio, log_weight]
         index = torch.where(mask, sequence_index, 0)
-        sums = mask.new_zeros((max(num_sequences, 1), 3), dtype=torch.float64)
+        sums = mask.new_zeros((max(num_sequences, 1), len(columns)), dtype=torch.float64)
         sums.index_add_(0, index, torch.stack([c.double() for c in columns], dim=1))
         if cp_group is not None and dist.get_world_size(cp_group) > 1:
             dist.all_reduce(sums, group=cp_group)
-        ratio_sum, weight_sum, tokens = sums[index].unbind(1)
-        tokens = tokens.clamp(min=1.0)
-        dtype = log_ratio.dtype
+        tokens, ratio_sum, *weight_sum = sums[index].unbind(1)
+        tokens, dtype = tokens.clamp(min=1.0), log_ratio.dtype
         mean_log_ratio = (ratio_sum / tokens).to(dtype)
-        if log_weight is None:
+        if not weight_sum:
             return cls(tokens, mean_log_ratio, None, None)
-        mean_weight = (weight_sum / tokens).to(dtype)
-        return cls(tokens, mean_log_ratio, weight_sum.to(dtype), mean_weight)
+        mean_weight = (weight_sum[0] / tokens).to(dtype)
+        return cls(tokens, mean_log_ratio, weight_sum[0].to(dtype), mean_weight)

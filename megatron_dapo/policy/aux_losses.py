@@ -6,6 +6,11 @@ are not: prompts and padding are routed but do not count, and a sequence mean co
 The coefficients are rescaled for each update, so that what reaches the weights is
 
     coefficient * mean over data ranks and micro-batches of the auxiliary loss of a micro-batch.
+
+Padding counts among a micro-batch's tokens. Megatron's padding mask would leave it out, but weighs
+each tensor and context rank's part by that rank's own number of real tokens, and stages after the
+first do not cut it for sequence parallelism (megatron-core 0.16.1): the loss would depend on the
+layout.
 """
 
 from __future__ import annotations

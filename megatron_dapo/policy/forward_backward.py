@@ -26,8 +26,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E
 
 Result = TypeVar("Result")
 Visit = Callable[[Tensor, MicroBatch], Result]
-"""(logits [tokens / cp, vocab / tp] or values [tokens / cp, 1], micro-batch of this context rank)
--> what to keep."""
+"""(final hidden states [tokens / cp, hidden], under sequence parallelism this tensor rank's part of
+them, or values [tokens / cp, 1]; micro-batch of this context rank) -> what to keep."""
 LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor, Result]]
 """The same -> (loss_sum, denominator, what to keep). loss_sum is a scalar with gradient and
 denominator an int64 scalar, both this rank's parts: Megatron divides the summed gradients once,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron_dapo import device
 from megatron_dapo.config.schema import OptimizerConfig, RunConfig
@@ -118,6 +119,23 @@ def set_lr(optimizer: ChainedOptimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def global_grad_norm(optimizer: ChainedOptimizer) -> float:
+    """Norm of the gradients over all ranks, summed in float64, the same on every rank.
+
+    A sum in fp32 moves with how the gradients are cut into shards: by 1e-6 already for tensors of
+    65k elements on CPU. Every rank calls it, after `prepare_grads`. Communicates: one float64 for
+    each part of the optimizer (dense, experts), over the ranks that hold its gradients.
+    """
+    total = 0.0
+    for part in optimizer.chained_optimizers:
+        squares = torch.zeros((), dtype=torch.float64, device=device.current())
+        for grad in part.get_main_grads_for_grad_norm():
+            squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+        dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
+        total += squares.item()
+    return math.sqrt(total)
+
+
 @torch.no_grad()
 def guarded_step(optimizer: ChainedOptimizer, *, clip_grad: float) -> StepOutcome:
     """Clip and step, or leave the weights as they are when the gradient is not finite.
@@ -129,7 +147,7 @@ def guarded_step(optimizer: ChainedOptimizer, *, clip_grad: float) -> StepOutcom
         clip_grad: global gradient norm above which the gradient is scaled down to it.
     """
     optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
+    grad_norm = global_grad_norm(optimizer)
     if not math.isfinite(grad_norm):
         return StepOutcome(grad_norm, skipped=True)
     for part in optimizer.chained_optimizers:

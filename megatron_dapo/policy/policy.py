@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Self, TypedDict
 
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
 
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.loss.denominators import Ledger
-from megatron_dapo.loss.policy_loss import LOSS_METRICS, policy_loss
-from megatron_dapo.loss.vocab_parallel import vocab_parallel_logprobs
+from megatron_dapo.loss.linear_head import linear_logprobs
+from megatron_dapo.loss.objectives import uses_whole_sequences
+from megatron_dapo.loss.policy_cross_entropy import policy_cross_entropy
+from megatron_dapo.loss.policy_loss import LOSS_METRICS, LossTerms, policy_loss
 from megatron_dapo.observability.metrics import Kind, Metric, MetricBag, maximum, mean
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.forward_backward import local_micro_batches, visit_outputs
 from megatron_dapo.policy.model import build_chunks
 from megatron_dapo.policy.optimizer import build_optimizer, wrap_chunks
+from megatron_dapo.policy.policy_model import PolicyModel
 from megatron_dapo.policy.reference import FrozenWeights
 from megatron_dapo.policy.trained_model import TrainedModel, UpdateResult
 from megatron_dapo.types import MicroBatch
@@ -33,6 +37,18 @@ POLICY_METRICS: Mapping[str, Kind] = {
 }
 """Everything that `logprobs` and `update` may put into a bag. Each observation is in the bag of
 exactly one rank, so a reduction over all ranks counts it once."""
+
+
+class _Head(TypedDict):
+    """Arguments that `linear_logprobs` and `policy_cross_entropy` share."""
+
+    weight: Tensor
+    tp_group: ProcessGroup
+    sequence_parallel: bool
+    temperature: float
+    real_vocab_size: int
+    main_grad: Tensor
+    """Megatron's fp32 sum: the head's gradient goes there unrounded, whatever the dtype."""
 
 
 @dataclass(kw_only=True)
@@ -53,7 +69,7 @@ class Policy(TrainedModel):
         Raises:
             ValueError: the model, the layout or the precision cannot be trained here.
         """
-        chunks = build_chunks(config, hf_config, parallel)
+        chunks = build_chunks(config, hf_config, parallel, PolicyModel)
         wrapped = wrap_chunks(chunks, config)
         return cls(
             config=config,
@@ -113,33 +129,36 @@ class Policy(TrainedModel):
             cp_group=self.parallel.cp_group,
         )
 
-        def loss(
-            logits: Tensor, micro_batch: MicroBatch
-        ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-            return self._loss(logits, micro_batch, ledger)
+        def loss(hidden: Tensor, micro_batch: MicroBatch) -> LossTerms:
+            return self._loss(hidden, micro_batch, ledger)
 
         return self._step(local, ledger, loss)
 
-    def _score(
-        self, logits: Tensor, micro_batch: MicroBatch, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropy of the rollout's sampling distribution, [tokens / cp] fp32."""
-        return vocab_parallel_logprobs(
-            logits,
-            micro_batch.labels,
-            tp_group=self.parallel.tp_group,
-            temperature=self.config.rollout.temperature,
-            real_vocab_size=self.vocab_size,
-            with_entropy=with_entropy,
-        )
+    def _loss(self, hidden: Tensor, micro_batch: MicroBatch, ledger: Ledger) -> LossTerms:
+        """Loss terms of one micro-batch from its final hidden states, on the last stage.
 
-    def _loss(
-        self, logits: Tensor, micro_batch: MicroBatch, ledger: Ledger
-    ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        """Megatron's three values for one micro-batch, on the last stage."""
+        A token-level gradient is formed while the token's logits are there. A loss that needs
+        whole responses first takes their log-probs, and visits the logits again in backward.
+        """
         if micro_batch.old_logprobs is None:
             raise RuntimeError("update: a micro-batch has no old_logprobs; call logprobs first")
-        logprobs, entropy = self._score(logits, micro_batch, with_entropy=True)
+        weights, denominator = ledger.token_weights(micro_batch), ledger.denominator(micro_batch)
+        if not uses_whole_sequences(self.config.loss):
+            terms = policy_cross_entropy(
+                hidden,
+                targets=micro_batch.labels,
+                old_logprobs=micro_batch.old_logprobs,
+                advantages=micro_batch.advantages,
+                loss_mask=micro_batch.loss_mask,
+                config=self.config.loss,
+                rollout_logprobs=micro_batch.rollout_logprobs,
+                reference_logprobs=micro_batch.reference_logprobs,
+                token_weights=weights,
+                denominator=denominator,
+                **self._head,
+            )
+            return LossTerms(terms.loss_sum, denominator, terms.metrics)
+        logprobs, entropy = linear_logprobs(hidden, targets=micro_batch.labels, **self._head)
         return policy_loss(
             logprobs,
             micro_batch.old_logprobs,
@@ -153,15 +172,30 @@ class Policy(TrainedModel):
             reference_logprobs=micro_batch.reference_logprobs,
             entropy=entropy,
             cp_group=self.parallel.cp_group,
-            token_weights=ledger.token_weights(micro_batch),
-            denominator=ledger.denominator(micro_batch),
+            token_weights=weights,
+            denominator=denominator,
+        )
+
+    @property
+    def _head(self) -> _Head:
+        """The last chunk's head, as the loss multiplies by it. Local, on the last stage."""
+        chunk = self.chunks[-1]
+        return _Head(
+            weight=chunk.head_weight,
+            tp_group=self.parallel.tp_group,
+            sequence_parallel=chunk.config.sequence_parallel,
+            temperature=self.config.rollout.temperature,
+            real_vocab_size=self.vocab_size,
+            main_grad=chunk.head_weight.main_grad,
         )
 
     def _whole_logprobs(self, local: Sequence[MicroBatch]) -> list[Tensor]:
         """[tokens] fp32 CPU log-probs of each whole pack, on the last stage; [] elsewhere."""
 
-        def visit(logits: Tensor, micro_batch: MicroBatch) -> Tensor:
-            logprobs, _ = self._score(logits, micro_batch, with_entropy=False)
+        def visit(hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+            logprobs, _ = linear_logprobs(
+                hidden, targets=micro_batch.labels, with_entropy=False, **self._head
+            )
             return self._whole_pack(logprobs, micro_batch).cpu()
 
         return visit_outputs(self.wrapped, local, visit, self.parallel)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -10,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from megatron_dapo.batch.packing import pack_update, pad_multiple
-from megatron_dapo.config.schema import OptimizerConfig, RunConfig
+from megatron_dapo.config.schema import OptimizerConfig, ParallelConfig, RunConfig
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.trained_model import TrainedModel, UpdateResult
@@ -21,6 +25,16 @@ from tests.tiny_models import tiny_model
 RESPONSES = 8
 LR, EPS = 0.1, 0.1
 """A large eps makes Adam's step proportional to the gradient, so that rounding stays rounding."""
+OBJECTIVES: dict[str, dict[str, object]] = {
+    "dapo": {},
+    "gspo": {
+        "ratio": "sequence",
+        "aggregation": "sequence_mean",
+        "clip_low": 0.03,
+        "clip_high": 0.04,
+    },
+}
+"""Settings of `loss`; gspo clips wider than its paper, so that the drift leaves some unclipped."""
 
 
 def run_config(
@@ -30,6 +44,7 @@ def run_config(
     critic: dict[str, object] | None = None,
     dtype: str = "float32",
     recompute: str = "none",
+    overlap: bool = False,
     temperature: float = 0.7,
     clip_grad: float = 5.0,
     **parallel: object,
@@ -41,7 +56,7 @@ def run_config(
             "model": {"path": "unused", "dtype": dtype},
             "data": {"train": "unused"},
             "parallel": parallel,
-            "training": {"recompute": recompute},
+            "training": {"recompute": recompute, "overlap_grad_reduce": overlap},
             "moe": moe or {},
             "optimizer": {
                 "lr": LR,
@@ -80,9 +95,28 @@ def _as_llama(qwen: PreTrainedModel) -> PreTrainedModel:
     return model.float().eval()
 
 
-def rollout_batch(vocab_size: int, *, responses: int = RESPONSES) -> RolloutBatch:
+def every_layout(*, moe: bool) -> Iterator[dict[str, object]]:
+    """TP in {1, 2} x SP x PP in {1, 2} x VPP x CP in {1, 2} x DP in {1, 2} x EP in {1, 2}."""
+    tensors = ({}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": False})
+    pipelines = ({}, {"pipeline": 2}, {"pipeline": 2, "virtual_pipeline": 2})
+    for tensor, pipeline, context, data, expert in product(
+        tensors, pipelines, (1, 2), (1, 2), (1, 2)
+    ):
+        if expert == 2 and (not moe or not (tensor or context * data > 1)):
+            continue  # nothing to spread, or no ranks to spread it over
+        if moe and "sequence_parallel" in tensor:
+            continue  # Megatron trains experts under tensor parallelism with SP only
+        yield {**tensor, **pipeline, "context": context, "data": data, "expert": expert}
+
+
+def world_size(layout: Mapping[str, object]) -> int:
+    """Ranks of a layout."""
+    return ParallelConfig.model_validate(layout).world_size
+
+
+def rollout_batch(vocab_size: int, *, responses: int = RESPONSES, seed: int = 7) -> RolloutBatch:
     """Random prompts and responses of unequal lengths, two responses a group, one not trained."""
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
     prompts = torch.randint(3, 9, (responses,), generator=generator)
     answers = torch.randint(2, 14, (responses,), generator=generator)
     tokens = torch.randint(0, vocab_size, (int((prompts + answers).sum()),), generator=generator)
@@ -93,7 +127,7 @@ def rollout_batch(vocab_size: int, *, responses: int = RESPONSES) -> RolloutBatc
         prompt_tokens=prompts,
         response_tokens=answers,
         rollout_logprobs=-6 + torch.randn(int(answers.sum()), generator=generator) * 0.1,
-        rewards=1 - 2.5 * torch.rand(responses, generator=torch.Generator().manual_seed(8)),
+        rewards=1 - 2.5 * torch.rand(responses, generator=torch.Generator().manual_seed(seed + 1)),
         advantages=torch.randn(responses, generator=generator),
         trained=trained,
         group_index=torch.arange(responses) // 2,
@@ -102,16 +136,25 @@ def rollout_batch(vocab_size: int, *, responses: int = RESPONSES) -> RolloutBatc
 
 
 def pack(
-    batch: RolloutBatch, config: RunConfig, parallel: ParallelContext, micro_batches: int
+    batch: RolloutBatch,
+    config: RunConfig,
+    parallel: ParallelContext,
+    micro_batches: int,
+    *,
+    order: int | None = None,
+    tokens: int = 256,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of one update over the whole batch."""
+    """This rank's micro-batches of one update over the whole batch, rows shuffled by `order`."""
     layout = config.parallel
+    rows = torch.arange(batch.num_responses)
+    if order is not None:
+        rows = torch.randperm(rows.numel(), generator=torch.Generator().manual_seed(order))
     return pack_update(
         batch,
-        torch.arange(batch.num_responses),
+        rows,
         dp_rank=parallel.dp_rank,
         dp_size=parallel.dp_size,
-        tokens_per_micro_batch=256,
+        tokens_per_micro_batch=tokens,
         pad_multiple=pad_multiple(
             layout.tensor, layout.context, layout.uses_sequence_parallel, "none"
         ),
@@ -150,28 +193,61 @@ def reference_logprobs(model: PreTrainedModel, tokens: Tensor, temperature: floa
 def reference_update(
     model: PreTrainedModel, batch: RolloutBatch, config: RunConfig
 ) -> tuple[float, float]:
-    """(loss, grad norm) of one token-mean DAPO update; `model` holds the new weights after it."""
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    """(loss, grad norm) of one DAPO or GSPO update; `model` holds the new weights after it."""
+    losses = []
     for row, (tokens, answer) in enumerate(sequences(batch)):
         if not batch.trained[row]:
             continue
         new = reference_logprobs(model, tokens, config.rollout.temperature)[answer]
         positions = torch.arange(tokens.numel())[answer]
-        old = new.detach() + torch.sin(1.7 * positions + 0.9 * row) * 0.4
-        ratio, advantage = (new - old).exp(), batch.advantages[row].double()
+        log_ratio = new - new.detach() - torch.sin(1.7 * positions + 0.9 * row) * 0.4
+        if config.loss.ratio == "sequence":
+            log_ratio = log_ratio.mean(0, keepdim=True)
+        ratio, advantage = log_ratio.exp(), batch.advantages[row].double()
         clipped = ratio.clamp(1 - config.loss.clip_low, 1 + config.loss.clip_high)
         loss = -torch.minimum(ratio * advantage, clipped * advantage)
         if advantage < 0 and config.loss.dual_clip is not None:
             loss = torch.minimum(loss, -config.loss.dual_clip * advantage)
-        total, count = total + loss.sum(), count + loss.numel()
-    loss = total / count
+        losses.append(loss)
+    loss = torch.cat(losses).mean()  # of tokens, or with one ratio a response of responses
     loss.backward()
     return loss.item(), reference_step(model, config.optimizer)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """One update of transformers and torch on a single process."""
+
+    start: PreTrainedModel
+    batch: RolloutBatch
+    logprobs: list[Tensor]
+    """Of each row, [tokens - 1] float64, before the update."""
+    loss: float
+    grad_norm: float
+    updated: PreTrainedModel
+
+
+@cache
+def reference_of(family: str, objective: str, responses: int, seed: int) -> Reference:
+    """The expected update; computed once in a process, whatever the layouts that it checks."""
+    start = model_of(family)
+    batch = rollout_batch(start.config.vocab_size, responses=responses, seed=seed)
+    config = run_config(loss=OBJECTIVES[objective])
+    with torch.no_grad():
+        logprobs = [
+            reference_logprobs(start, tokens, config.rollout.temperature)
+            for tokens, _ in sequences(batch)
+        ]
+    updated = deepcopy(start)
+    loss, grad_norm = reference_update(updated, batch, config)
+    return Reference(start, batch, logprobs, loss, grad_norm, updated)
+
+
 def reference_step(model: nn.Module, settings: OptimizerConfig) -> float:
     """Clip and step as rollout step 1 does; the gradient norm before clipping."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.stack([grad.double().norm() for grad in grads]).norm()
+    nn.utils.clip_grads_with_norm_(model.parameters(), settings.clip_grad, norm)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     plain = [p for p in model.parameters() if p.dim() == 1]
     torch.optim.AdamW(

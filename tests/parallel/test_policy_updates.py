@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from megatron_dapo.batch.packing import pack_update, pad_multiple
+from megatron_dapo.batch.packing import context_slice, pack_update, pad_multiple
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.observability.metrics import reduce_bags
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.types import MicroBatch, RolloutBatch
 from tests.parallel.policy_cases import (
+    OBJECTIVES,
     build_policy,
     drift,
     hf_parts,
@@ -163,6 +168,48 @@ def _metrics_count_each_token_once(world: int) -> None:
         assert values == pytest.approx(seen[0], rel=1e-4, abs=1e-6)
 
 
+def _context_ranks_exchange_two_numbers_a_response(world: int) -> None:
+    """GSPO's ratio needs no more of the other context ranks, and its backward nothing."""
+    batch, outcomes = rollout_batch(512), []
+    for layout in ({"data": 2}, {"context": 2}):
+        config = run_config(loss=OBJECTIVES["gspo"], **layout)
+        parallel = ParallelContext.create(config.parallel, seed=3)
+        policy = build_policy(config, model_of("qwen2"), parallel)
+        packs = _scored(policy, batch, config)
+        with _float_sums(parallel.cp_group) as shapes:
+            result = policy.update(packs)
+        if parallel.cp_size == 2:
+            assert _uneven(packs, parallel), "the batch is to split some response unevenly"
+            assert shapes == [[max(p.num_sequences, 1), 2] for p in packs]
+        outcomes.append((update_loss(result), result.grad_norm))
+        parallel.destroy()
+    assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-6)
+
+
+@contextmanager
+def _float_sums(group: dist.ProcessGroup) -> Iterator[list[list[int]]]:
+    """Shapes of the floating-point tensors that are all-reduced over `group` meanwhile."""
+    shapes: list[list[int]] = []
+    real = dist.all_reduce
+
+    def record(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        if options.get("group") is group and tensor.is_floating_point():
+            shapes.append(list(tensor.shape))
+        return real(tensor, *args, **options)
+
+    with mock.patch.object(dist, "all_reduce", record):
+        yield shapes
+
+
+def _uneven(packs: list[MicroBatch], parallel: ParallelContext) -> bool:
+    for pack_ in packs:
+        own = [context_slice(pack_, rank, parallel.cp_size) for rank in range(parallel.cp_size)]
+        counts = [p.sequence_index[p.loss_mask].bincount(minlength=p.num_sequences) for p in own]
+        if not torch.equal(*counts):
+            return True
+    return False
+
+
 def _aux_losses_weigh_what_the_config_says(world: int) -> None:
     layouts: list[dict[str, object]] = [{}]
     if world == 2:
@@ -257,6 +304,7 @@ def test_updates_on_two_ranks() -> None:
         _bf16_keeps_fp32_masters,
         _reference_policy_stays_the_start,
         _metrics_count_each_token_once,
+        _context_ranks_exchange_two_numbers_a_response,
         _aux_losses_weigh_what_the_config_says,
     )
     run_ranks(2, _walk, checks)
