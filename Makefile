@@ -1,9 +1,9 @@
-# make quickstart | test | test-unit | test-parallel | test-e2e | test-gpu | lint | install | clean
+# make quickstart | test | test-unit | test-parallel | test-e2e | test-full | test-gpu | lint | install | clean
 # PYTHON=python3.12 make install   takes another interpreter (3.11 or newer).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-unit test-parallel test-e2e test-gpu lint clean
+.PHONY: help install quickstart test test-unit test-parallel test-e2e test-full test-gpu lint clean
 
 PYTHON ?= $(shell if python3.11 --version >/dev/null 2>&1; then echo python3.11; else echo python3; fi)
 VENV := .venv
@@ -35,13 +35,16 @@ quickstart: install
 test: test-unit test-parallel test-e2e
 
 test-unit: install
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -m 'not slow' tests/unit
 
 test-parallel: install
-	$(BIN)/python -m pytest tests/parallel
+	$(BIN)/python -m pytest -m 'not slow' tests/parallel
 
 test-e2e: install
-	$(BIN)/python -m pytest tests/e2e
+	$(BIN)/python -m pytest -m 'not slow' tests/e2e
+
+test-full: install
+	$(BIN)/python -m pytest tests/unit tests/parallel tests/e2e
 
 test-gpu: install
 	$(BIN)/python -m pytest tests/gpu

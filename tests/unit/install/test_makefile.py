@@ -16,6 +16,7 @@ TARGETS = (
     "test-unit",
     "test-parallel",
     "test-e2e",
+    "test-full",
     "test-gpu",
     "lint",
     "install",
@@ -56,6 +57,8 @@ def test_tests_install_first_and_run_all_three_tiers(checkout: Path) -> None:
     assert plan.index("-m venv") < plan.index("tests/unit")
     assert plan.index("tests/unit") < plan.index("tests/parallel") < plan.index("tests/e2e")
     assert "tests/gpu" not in plan
+    assert plan.count("not slow") == 3
+    assert "not slow" not in make(checkout, "--dry-run", "test-full").stdout
 
 
 def test_the_second_installation_does_nothing(checkout: Path) -> None:
