@@ -135,7 +135,7 @@ def _show_memory(console: Console, config: RunConfig, shape: ModelShape) -> None
         console.print(line, markup=False, highlight=False)
 
 
-_PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "reference", "critic")
+_PARTS = ("weights", "gradients", "optimizer", "activations", "head", "reference", "critic")
 
 
 def _memory_cells(plan: MemoryPlan) -> list[str]:
@@ -144,7 +144,7 @@ def _memory_cells(plan: MemoryPlan) -> list[str]:
         plan.gradients,
         plan.optimizer,
         plan.activations,
-        plan.logits,
+        plan.head,
         plan.reference,
         plan.critic,
         plan.total,

@@ -13,6 +13,8 @@ from megatron_dapo.config.model_shape import ModelShape
 from megatron_dapo.config.schema import ParallelConfig, RunConfig
 
 GIB = 2**30
+HEAD_ROWS = 1024
+"""Tokens whose logits exist at a time on a GPU."""
 FP8_COPIES = 2
 """One byte a parameter for each of the two directions that matrix products read it in."""
 FORMULAS = (
@@ -26,7 +28,9 @@ FORMULAS = (
     "(3 expert_ffn + 2 hidden); recompute=full keeps hidden of each layer and one layer whole",
     "critic       advantage.estimator=gae: weights, gradients and optimizer once more (the head it "
     "does not have included)",
-    "logits       last stage: tokens / context x padded vocabulary / tensor x bytes of dtype",
+    "head         last stage: padded vocabulary / tensor x [4 hidden (fp32 gradient while it is "
+    "formed) + block x (bytes of dtype + 8)], block = at most 1,024 tokens; logits of a whole "
+    "micro-batch never exist",
     "engine       weights / engine_tensor, and 2 x layers x kv heads x head_dim x bytes per cached "
     "token; a colocated engine gives its memory back while training",
 )
@@ -42,7 +46,8 @@ class MemoryPlan:
     gradients: float
     optimizer: float
     activations: float
-    logits: float
+    head: float
+    """Scratch of the loss; the head's weight is among the parameters."""
     reference: float
     critic: float
     """Weights, gradients and optimizer of PPO's second model."""
@@ -55,7 +60,7 @@ class MemoryPlan:
             + self.gradients
             + self.optimizer
             + self.activations
-            + self.logits
+            + self.head
             + self.reference
             + self.critic
         )
@@ -109,7 +114,7 @@ def plan_stage(config: RunConfig, shape: ModelShape, stage: int) -> MemoryPlan:
         gradients=gradients,
         optimizer=optimizer,
         activations=_activations(config, shape, stage),
-        logits=_logits(config, shape) if stage == parallel.pipeline - 1 else 0.0,
+        head=_head_scratch(config, shape) if stage == parallel.pipeline - 1 else 0.0,
         reference=parameters if config.loss.kl_coef > 0 else 0.0,
         critic=parameters + gradients + optimizer if gae else 0.0,
     )
@@ -210,7 +215,8 @@ def _activations(config: RunConfig, shape: ModelShape, stage: int) -> float:
     return kept * _local_tokens(config) * item
 
 
-def _logits(config: RunConfig, shape: ModelShape) -> float:
+def _head_scratch(config: RunConfig, shape: ModelShape) -> float:
     tensor = config.parallel.tensor
     rows = padded_vocab(shape.vocab, tensor) / tensor
-    return _local_tokens(config) * rows * _item_bytes(config)
+    block = min(_local_tokens(config), HEAD_ROWS)
+    return rows * (4 * shape.hidden + block * (_item_bytes(config) + 8))

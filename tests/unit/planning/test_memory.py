@@ -7,7 +7,14 @@ import torch
 import transformers
 
 from megatron_dapo.config.model_shape import ModelShape
-from megatron_dapo.planning.memory import padded_vocab, parameter_count, plan_engine, plan_stage
+from megatron_dapo.loss.head_blocks import GPU_ROWS
+from megatron_dapo.planning.memory import (
+    HEAD_ROWS,
+    padded_vocab,
+    parameter_count,
+    plan_engine,
+    plan_stage,
+)
 from tests.tiny_models import tiny_model
 from tests.unit.config.runs import DENSE, MOE, make_config
 
@@ -73,14 +80,14 @@ def test_a_reference_policy_costs_its_weights() -> None:
     plan = plan_stage(make_config(loss={"kl_coef": 0.01}), SHAPE, 0)
     assert plan.reference == plan.parameters > 0
     assert plan.total == plan.parameters * 2 + plan.gradients + plan.optimizer + (
-        plan.activations + plan.logits
+        plan.activations + plan.head
     )
 
 
 def test_a_critic_costs_a_second_model() -> None:
     plan = plan_stage(make_config(advantage={"estimator": "gae"}), SHAPE, 0)
     assert plan.critic == plan.parameters + plan.gradients + plan.optimizer > 0
-    assert plan.total == 2 * plan.critic + plan.activations + plan.logits
+    assert plan.total == 2 * plan.critic + plan.activations + plan.head
 
 
 def test_fp8_weights_keep_two_copies() -> None:
@@ -104,10 +111,15 @@ def test_activations_shrink_with_every_cut_and_with_recomputation() -> None:
     assert plan_stage(make_config(parallel={"pipeline": 2}), SHAPE, 1).activations == whole / 2
 
 
-def test_only_the_last_stage_holds_logits() -> None:
+def test_only_the_last_stage_has_the_head_and_never_the_logits_of_all_tokens() -> None:
     config = make_config(parallel={"pipeline": 2, "tensor": 2})
-    assert plan_stage(config, SHAPE, 0).logits == 0
-    assert plan_stage(config, SHAPE, 1).logits == 1024 * 512 / 2 * 2
+    assert plan_stage(config, SHAPE, 0).head == 0
+    assert plan_stage(config, SHAPE, 1).head == 512 / 2 * (4 * 128 + 1024 * (2 + 8))
+    longer = make_config(
+        parallel={"pipeline": 2, "tensor": 2}, training={"tokens_per_micro_batch": 4096}
+    )
+    assert plan_stage(longer, SHAPE, 1).head == plan_stage(config, SHAPE, 1).head
+    assert HEAD_ROWS == GPU_ROWS
 
 
 def test_an_engine_caches_keys_and_values_of_its_heads() -> None:
