@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import signal
 import subprocess
@@ -32,14 +33,15 @@ SAVE_SIGNAL = signal.SIGUSR1
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
 TAIL_LINES = 25
+LOCK_FILE = "launcher.lock"
 
 
 def launch_training(config: RunConfig) -> int:
     """Train on this machine and return the exit code of the first rank that failed, or 0.
 
     Raises:
-        ConfigError: the configuration asks for several machines; or prompts, tokenizer or reward
-            plug-in cannot be used.
+        ConfigError: the configuration asks for several machines; prompts, tokenizer or reward
+            plug-in cannot be used; or another run is going on in `run_dir`.
     """
     if config.parallel.nodes > 1:
         raise ConfigError(
@@ -48,9 +50,26 @@ def launch_training(config: RunConfig) -> int:
             "--config FILE` on every device with srun or torchrun."
         )
     RolloutInputs.read(config)
-    resolved = save_resolved(config, config.run_dir)
-    command = ["-m", "megatron_dapo.train", "--config", str(resolved)]
-    return launch_ranks(command, config.parallel.world_size, config.run_dir / "logs")
+    logs = config.run_dir / "logs"
+    with _sole_run(config.run_dir, logs):
+        resolved = save_resolved(config, config.run_dir)
+        command = ["-m", "megatron_dapo.train", "--config", str(resolved)]
+        return launch_ranks(command, config.parallel.world_size, logs)
+
+
+@contextlib.contextmanager
+def _sole_run(run_dir: Path, logs: Path) -> Iterator[None]:
+    """Two runs would write into the same checkpoints; the kernel frees the lock with its holder."""
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / LOCK_FILE).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"run_dir={run_dir}: another run is going on in it. Wait for it or stop it, or "
+                "choose another run_dir."
+            ) from error
+        yield
 
 
 def launch_ranks(command: Sequence[str], world_size: int, logs: Path) -> int:

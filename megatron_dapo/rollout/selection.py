@@ -45,12 +45,9 @@ class NotEnoughGroups(RuntimeError):
     """Dynamic sampling found too few groups of mixed accuracy. `counts` says on which side."""
 
     def __init__(self, target: int, rounds: int, counts: FilterCounts) -> None:
-        hard = counts.all_wrong >= counts.all_right
         super().__init__(
             f"only {counts.kept} of {target} groups of mixed accuracy after {rounds} rounds "
-            f"(sampling.max_rounds): {counts}. The prompts are too {'hard' if hard else 'easy'} "
-            "for this policy, or the grader does not find its answers; change data.train, raise "
-            "sampling.max_rounds, or take what there is with sampling.when_short=train"
+            f"(sampling.max_rounds): {counts}. {_cause_and_cure(counts)}"
         )
         self.counts = counts
 
@@ -102,3 +99,17 @@ def _verdict(group: Group) -> str:
     if not graded:
         return "ungraded"
     return "right" if graded[0] > 0 else "wrong"
+
+
+def _cause_and_cure(counts: FilterCounts) -> str:
+    if counts.ungraded > max(counts.all_wrong, counts.all_right):
+        return (
+            "Responses were aborted or reward.plugin failed on them, as the messages above say; "
+            "mend that first"
+        )
+    level = "hard" if counts.all_wrong >= counts.all_right else "easy"
+    accept = ", or take what there is with sampling.when_short=train" if counts.kept else ""
+    return (
+        f"The prompts are too {level} for this policy, or the grader does not find its answers; "
+        f"change data.train or raise sampling.max_rounds{accept}"
+    )

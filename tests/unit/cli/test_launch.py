@@ -118,6 +118,27 @@ def test_several_machines_are_refused_with_the_way_out() -> None:
         launch_training(make_config(parallel={"nodes": 2}))
 
 
+def test_a_second_run_in_a_run_directory_is_refused_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config().model_copy(update={"run_dir": tmp_path})
+    monkeypatch.setattr(launch.RolloutInputs, "read", lambda config: None)
+    held_while_running = []
+
+    def second_run(command: list[str], world_size: int, logs: Path) -> int:
+        (tmp_path / "config.resolved.yaml").write_text("the first run's")
+        with pytest.raises(ConfigError, match=r"run_dir=.*another run is going on") as caught:
+            launch_training(config)
+        held_while_running.append(caught.value)
+        return 0
+
+    monkeypatch.setattr(launch, "launch_ranks", second_run)
+    assert launch_training(config) == 0
+    assert launch_training(config) == 0  # the lock went with its holder
+    assert len(held_while_running) == 2
+    assert (tmp_path / "config.resolved.yaml").read_text() == "the first run's"
+
+
 LAUNCHER = """
 import sys
 from pathlib import Path

@@ -130,3 +130,11 @@ def test_the_error_names_the_side_and_the_cure() -> None:
     assert "too hard" in hard
     assert "too easy" in easy
     assert "sampling.when_short=train" in hard
+
+
+def test_the_error_blames_a_failing_grader_and_never_advises_to_train_on_nothing() -> None:
+    ungraded = str(NotEnoughGroups(4, 3, FilterCounts(9, 0, 1, 1, 7, 0)))
+    assert "reward.plugin failed" in ungraded
+    assert "too hard" not in ungraded
+    nothing = str(NotEnoughGroups(4, 3, FilterCounts(9, 0, 0, 9, 0, 0)))
+    assert "sampling.when_short=train" not in nothing
