@@ -6,6 +6,7 @@ Exit codes: 0 done, 75 pre-empted and saved (start it again), 78 bad configurati
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write("".join(f"configuration: {problem}\n" for problem in error.problems))
         return EXIT_CONFIG
+    except KeyboardInterrupt:  # before any rank runs; from then on the launcher listens
+        return 128 + signal.SIGINT
     return code
 
 

@@ -225,6 +225,18 @@ def test_exit_codes_of_training_pass_through(
     assert [main(["train", file, f"seed={seed}"]) for seed in (5, 8)] == [75, 78]
 
 
+def test_ctrl_c_before_the_ranks_start_is_answered_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_dapo.cli import launch
+
+    def interrupted(_config: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "launch_training", interrupted)
+    assert main(["train", str(write_run(tmp_path))]) == 130
+
+
 def test_a_run_without_a_step_has_no_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
