@@ -262,9 +262,14 @@ def reference_step(model: nn.Module, settings: OptimizerConfig) -> float:
     return norm.item()
 
 
-def build_policy(config: RunConfig, model: PreTrainedModel, parallel: ParallelContext) -> Policy:
+def build_policy(
+    config: RunConfig,
+    model: PreTrainedModel,
+    parallel: ParallelContext,
+    policy_class: type[Policy] = Policy,
+) -> Policy:
     """A policy that holds this rank's part of `model`'s weights, at rollout step 1."""
-    policy = Policy.build(config, model.config, parallel)
+    policy = policy_class.build(config, model.config, parallel)
     for parameter, value in hf_parts(policy, model):
         with torch.no_grad():
             parameter.zero_()

@@ -20,6 +20,7 @@ from megatron_dapo.observability.metrics import reduce_bags
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.types import MicroBatch, RolloutBatch
+from tests.parallel.fused_cases import every_loss_has_one_value
 from tests.parallel.policy_cases import (
     OBJECTIVES,
     build_policy,
@@ -293,7 +294,7 @@ def _backward_aux_losses(model: PreTrainedModel, batch: RolloutBatch, config: Ru
 
 
 def test_updates_on_one_rank() -> None:
-    run_ranks(1, _walk, (_aux_losses_weigh_what_the_config_says,))
+    run_ranks(1, _walk, (_aux_losses_weigh_what_the_config_says, every_loss_has_one_value))
 
 
 def test_updates_on_two_ranks() -> None:
