@@ -93,7 +93,7 @@ def test_one_openmp_thread_is_exported(checkout: Path) -> None:
         f"include {REPOSITORY / 'Makefile'}\nprobe:\n\t@echo threads=$$OMP_NUM_THREADS\n"
     )
     done = subprocess.run(
-        ["make", "-f", str(probe), "probe"],
+        ["make", "--no-print-directory", "-f", str(probe), "probe"],
         cwd=checkout,
         env=os.environ | {"OMP_NUM_THREADS": "9"},
         capture_output=True,
