@@ -324,6 +324,6 @@ def test_four_ranks_update_like_transformers_in_combined_layouts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("world", [1, 2])
 def test_every_layout_updates_like_transformers(world: int) -> None:
     run_ranks(world, _walk, _every_case(world))
