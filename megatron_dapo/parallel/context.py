@@ -89,9 +89,14 @@ class ParallelContext:
         return context
 
     def destroy(self) -> None:
-        """Forget all groups; torch.distributed's default group stays. Every rank calls it."""
+        """End all groups; torch.distributed's default group stays. Every rank calls it.
+
+        Megatron forgets most of its groups without ending them; with gloo each keeps threads.
+        """
+        for group in (*(parallel_state._global_process_group_list or ()), self.control_group):
+            if group is not None:
+                dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group(self.control_group)
 
     @property
     def rank(self) -> int:

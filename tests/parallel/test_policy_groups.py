@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +19,7 @@ from tests.ranks import run_ranks
 
 def _check_all(rank: int, world: int) -> None:
     _groups_follow_the_layout(rank)
+    _a_destroyed_layout_leaves_no_threads()
     _a_wrong_world_is_refused()
     _named_tensors_arrive_bitwise(rank)
     _gathering_sums_gradients(rank, world)
@@ -40,6 +44,15 @@ def _groups_follow_the_layout(rank: int) -> None:
         dist.all_gather(noise, torch.randn(4), group=parallel.control_group)
         assert torch.equal(*noise) == (layout.pipeline == 1), "stages draw different weights"
         parallel.destroy()
+
+
+def _a_destroyed_layout_leaves_no_threads() -> None:
+    threads = []
+    for _ in range(3):
+        ParallelContext.create(ParallelConfig(tensor=2), seed=1).destroy()
+        gc.collect()
+        threads.append(len(list(Path("/proc/self/task").iterdir())))
+    assert threads[0] == threads[1] == threads[2], threads
 
 
 def _a_wrong_world_is_refused() -> None:
