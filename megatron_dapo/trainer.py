@@ -38,7 +38,7 @@ from megatron_dapo.checkpoint.commit import (
 )
 from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, save_checkpoint
-from megatron_dapo.config import RunConfig
+from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
 from megatron_dapo.observability.sinks import Sinks
@@ -345,7 +345,10 @@ def _open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer
         parallel = join_ranks(config, environment)
         stack.callback(parallel.destroy)
         policy = Policy.build(config, hf_config, parallel)
-        load_hf_weights(policy.chunks, hf_config, config.model.path, parallel)
+        try:
+            load_hf_weights(policy.chunks, hf_config, config.model.path, parallel)
+        except ValueError as error:
+            raise ConfigError(f"model.path={config.model.path}: {error}") from error
         policy.weights_loaded()
         critic = None
         if config.advantage.estimator == "gae":

@@ -32,6 +32,7 @@ SAVE_SIGNAL = signal.SIGUSR1
 """Passed on: the ranks save after the running step and exit with 75."""
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
+SETTLE_SECONDS = 5.0
 TAIL_LINES = 25
 LOCK_FILE = "launcher.lock"
 
@@ -180,15 +181,37 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, stopped: list[int])
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
-            return _report_failure(_first_cause(failed, codes), codes, logs)
+            codes = _settled(ranks, stopped)
+            return _report_failure(_first_cause(codes), codes, logs)
         if all(code == 0 for code in codes):
             return 0
         time.sleep(POLL_SECONDS)
 
 
-def _first_cause(failed: list[int], codes: list[int | None]) -> int:
-    """A rank that chose its exit code explains more than one that was torn down with it."""
-    return min(failed, key=lambda rank: (codes[rank] not in (EXIT_PREEMPTED, EXIT_CONFIG), rank))
+def _settled(ranks: list[subprocess.Popen[bytes]], stopped: list[int]) -> list[int | None]:
+    """Exit codes after a moment in which ranks that fail together end by themselves.
+
+    The rank that failed first still closes its engines when its peers end over the lost connection.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while time.monotonic() < deadline and not stopped:
+        if all(process.poll() is not None for process in ranks):
+            break
+        time.sleep(POLL_SECONDS)
+    return [process.poll() for process in ranks]
+
+
+def _first_cause(codes: Sequence[int | None]) -> int:
+    """The rank that explains a failure best: one that chose its exit code, then one that was
+    killed (not one that aborted, as ranks do whose peer is lost), then the lowest."""
+
+    def order(rank: int) -> tuple[bool, bool, int]:
+        code = codes[rank] or 0
+        chosen = code in (EXIT_PREEMPTED, EXIT_CONFIG)
+        killed = code < 0 and code != -signal.SIGABRT
+        return not chosen, not killed, rank
+
+    return min((rank for rank, code in enumerate(codes) if code not in (None, 0)), key=order)
 
 
 def _report_failure(rank: int, codes: list[int | None], logs: Path) -> int:

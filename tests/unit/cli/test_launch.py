@@ -42,6 +42,7 @@ def test_every_rank_gets_its_place_and_all_done_is_exit_code_0(tmp_path: Path) -
         ("rank == 1 and time.sleep(60); sys.exit(78)", 78),
         ("rank == 1 and os.kill(os.getpid(), 9)", 137),
         ("rank == 1 and os.kill(os.getpid(), 9); time.sleep(60)", 137),
+        ("rank == 0 and time.sleep(1); sys.exit([5, 6][rank])", 5),  # the first closes its engines
     ],
 )
 def test_the_first_failure_ends_all_ranks_and_gives_the_exit_code(
@@ -53,13 +54,22 @@ def test_the_first_failure_ends_all_ranks_and_gives_the_exit_code(
 
 
 @pytest.mark.parametrize(
-    ("codes", "cause"), [([3, 4], 0), ([1, 75], 1), ([1, 78], 1), ([-9, None, 78], 2), ([0, 1], 1)]
+    ("codes", "cause"),
+    [
+        ([3, 4], 0),
+        ([1, 75], 1),
+        ([1, 78], 1),
+        ([-9, None, 78], 2),
+        ([0, 1], 1),
+        ([1, -9], 1),
+        ([-6, 1], 0),
+        ([1, -6], 0),
+    ],
 )
-def test_a_rank_that_chose_its_exit_code_explains_a_failure(
+def test_a_chosen_exit_code_then_a_killed_rank_explains_a_failure(
     codes: list[int | None], cause: int
 ) -> None:
-    failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
-    assert launch._first_cause(failed, codes) == cause
+    assert launch._first_cause(codes) == cause
 
 
 def test_the_last_lines_of_a_failed_rank_come_to_the_console(
