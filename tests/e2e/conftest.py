@@ -30,16 +30,28 @@ from tests.tiny_models import save_tiny_model, tiny_model
 ResultT = TypeVar("ResultT")
 PARITY = 1e-4
 GREEDY_TOKENS = 32
+PPO = (
+    *("advantage.estimator=gae", "sampling.dynamic=false"),
+    *("rollout.prompts_per_step=16", "rollout.group_size=1"),
+)
 TRAINING_RUNS = {
     "qwen2_tied pp2": ("parallel.pipeline=2",),
-    "qwen2_tied tp2": ("parallel.tensor=2", "training.steps=3"),
-    "qwen3 tp2 pp2": ("parallel.tensor=2", "parallel.pipeline=2"),
-    "qwen3_moe ep2 dp2": ("parallel.data=2", "parallel.expert=2"),
-    "qwen2 dp2": ("parallel.data=2",),
+    "qwen2_tied pp2 straight": ("parallel.pipeline=2", "training.steps=3"),
+    "qwen2_tied tp2 pp2": ("parallel.tensor=2", "parallel.pipeline=2"),
+    "qwen2_tied vpp2": ("parallel.pipeline=2", "parallel.virtual_pipeline=2"),
+    "qwen2_tied cp2 kl": ("parallel.context=2", "loss.kl_coef=0.01"),
+    "qwen2_tied tp2 ppo": ("parallel.tensor=2", *PPO),
+    "qwen3_moe ep2 dp2": ("parallel.data=2", "parallel.expert=2", "evaluation.every=2"),
     "qwen3_moe tp2": ("parallel.tensor=2",),
+    "qwen3 tp2": ("parallel.tensor=2",),
+    "qwen2 dp2": ("parallel.data=2",),
+    "qwen3 dp2 bf16": ("parallel.data=2", "model.dtype=bfloat16"),
 }
 """By family and layout; each runs once a session, and only when a test asks for it."""
-ON_THE_SHARED_ENGINE = "qwen2_tied tp2"
+ON_THE_SHARED_ENGINE = {
+    name for name in TRAINING_RUNS if name.startswith("qwen2_tied") and name != "qwen2_tied pp2"
+}
+"""The others start an engine of their own."""
 
 
 @dataclass
@@ -249,7 +261,7 @@ class TrainingRuns:
     def __getitem__(self, name: str) -> Run:
         if name not in self._runs:
             overrides = [*TRAINING_RUNS[name]]
-            if name == ON_THE_SHARED_ENGINE:
+            if name in ON_THE_SHARED_ENGINE:
                 overrides.append(self._request.getfixturevalue("shared_engine").override)
             start = self._start_of(name.split()[0])
             self._runs[name] = train(start, name.replace(" ", "_"), *overrides)

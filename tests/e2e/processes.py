@@ -16,12 +16,13 @@ from pathlib import Path
 
 import psutil
 
+from megatron_dapo.observability.run_files import METRICS_FILE
 from tests.e2e.rewards import GRADED_FILE
 from tests.e2e.runs import Start, command_environment, command_line
 
 MARK = "MEGATRON_DAPO_TEST_MARK"
 SHARED_MEMORY = Path("/dev/shm")
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 480.0
 CLEAN_UP_SECONDS = 30.0
 
 
@@ -39,6 +40,10 @@ class RunningTrain:
     @property
     def engine_log(self) -> Path:
         return self.folder / "logs" / "rollout_engine_0.log"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / METRICS_FILE
 
     def responses_graded(self) -> int:
         return self.graded.stat().st_size if self.graded.exists() else 0

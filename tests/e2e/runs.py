@@ -15,6 +15,8 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_dapo.config import RunConfig, load_config
+from megatron_dapo.config.load import RESOLVED_FILE
 from megatron_dapo.observability.run_files import METRICS_FILE, read_metrics
 from tests.conftest import REPOSITORY
 from tests.tiny_models import save_tiny_model
@@ -29,7 +31,7 @@ SECTIONS: dict[str, dict[str, object]] = {
     "rollout": {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 16},
     "reward": {"plugin": "tests.e2e.rewards:even_ending", "overlong_buffer_tokens": 4},
     "checkpoint": {"every": 0},
-    "evaluation": {"every": 0},
+    "evaluation": {"every": 0, "samples_per_prompt": 2, "max_prompts": 6},
 }
 """Two updates a step, of about two micro-batches each on one data-parallel rank."""
 
@@ -70,7 +72,7 @@ def make_start(folder: Path, family: str) -> Start:
             "tokenizer": str(folder / "tokenizer"),
             "dtype": "float32",
         },
-        "data": SECTIONS["data"] | {"train": str(folder / "train.jsonl")},
+        "data": SECTIONS["data"] | dict.fromkeys(("train", "heldout"), str(folder / "train.jsonl")),
     }
     start.file.write_text(yaml.safe_dump(tree))
     return start
@@ -134,12 +136,22 @@ class Run:
     finished: Finished
 
     @property
+    def config(self) -> RunConfig:
+        return load_config(self.folder / RESOLVED_FILE)
+
+    @property
     def hf(self) -> Path:
         return self.folder / "hf"
 
     @property
-    def metrics(self) -> dict[int, dict[str, float]]:
+    def records(self) -> dict[int, dict[str, float]]:
+        """Metrics by step; 0 where the start was evaluated."""
         return read_metrics(self.folder / METRICS_FILE)
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """Metrics of the steps that trained."""
+        return {step: record for step, record in self.records.items() if step > 0}
 
 
 def train(start: Start, name: str, *overrides: str) -> Run:

@@ -17,6 +17,9 @@ from tests.e2e.conftest import (
 )
 from tests.tiny_models import tiny_model
 
+pytestmark = pytest.mark.slow
+"""test_training.py runs Qwen2 every time, with biases, at temperature 1."""
+
 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.observability.run_files import read_metrics
 from tests.e2e.processes import RunningTrain, start_train
-from tests.e2e.runs import Start, make_start
+from tests.e2e.runs import Start, make_start, train
 
+pytestmark = pytest.mark.timeout(900)
 LONGEST_EXIT_SECONDS = 30.0
 LAYOUT = ("parallel.tensor=2", "sampling.dynamic=false")
 LONG_GENERATION = (
@@ -21,6 +23,12 @@ LONG_GENERATION = (
     "training.tokens_per_micro_batch=512",
 )
 LONG_TRAINING = ("training.epochs=5000",)
+MANY_STEPS = ("training.steps=5000",)
+EXTRA = {
+    "generation": LONG_GENERATION,
+    "training": LONG_TRAINING,
+    "a step is done": MANY_STEPS,
+}
 RESPONSES_PER_STEP = 16
 
 Starter = Callable[..., RunningTrain]
@@ -38,7 +46,7 @@ def runs(start: Start, request: pytest.FixtureRequest) -> Iterator[Starter]:
     started: list[RunningTrain] = []
 
     def reach(moment: str) -> RunningTrain:
-        extra = {"generation": LONG_GENERATION, "training": LONG_TRAINING}.get(moment, ())
+        extra = EXTRA.get(moment, ())
         name = request.node.name.replace(" ", "_")
         run = start_train(start, name, *LAYOUT, *extra)
         started.append(run)
@@ -46,6 +54,8 @@ def runs(start: Start, request: pytest.FixtureRequest) -> Iterator[Starter]:
             run.wait_for("the engine's log", run.engine_log.exists)
         elif moment == "engine start":
             run.wait_for("the engine's first words", lambda: _size(run.engine_log) > 0)
+        elif moment == "a step is done":
+            run.wait_for("its metrics", lambda: _size(run.metrics_file) > 0)
         elif moment == "generation":
             run.wait_for("a response", lambda: run.responses_graded() > 0)
         else:
@@ -87,7 +97,8 @@ def test_a_signal_ends_everything(runs: Starter, moment: str, number: signal.Sig
     assert not (run.folder / "hf").exists()
 
 
-@pytest.mark.parametrize("moment", ["generation", pytest.param("training", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("moment", ["generation", "training"])
 def test_killing_the_launcher_ends_everything(runs: Starter, moment: str) -> None:
     run = runs(moment)
     run.process.kill()
@@ -95,7 +106,7 @@ def test_killing_the_launcher_ends_everything(runs: Starter, moment: str) -> Non
     run.wait_until_gone()
 
 
-@pytest.mark.slow
+@SLOW
 def test_killing_rank_0_ends_everything(runs: Starter) -> None:
     run = runs("generation")
     run.rank(0).kill()
@@ -104,7 +115,7 @@ def test_killing_rank_0_ends_everything(runs: Starter) -> None:
     assert "trainer rank 0 was ended by SIGKILL" in run.output()
 
 
-@pytest.mark.slow
+@SLOW
 def test_killing_another_rank_ends_everything(runs: Starter) -> None:
     run = runs("training")
     run.rank(1).kill()
@@ -113,7 +124,8 @@ def test_killing_another_rank_ends_everything(runs: Starter) -> None:
     assert "trainer rank 1 was ended by SIGKILL" in run.output()
 
 
-@pytest.mark.parametrize("victim", [1, *(pytest.param(victim, marks=SLOW) for victim in (0, -1))])
+@SLOW
+@pytest.mark.parametrize("victim", [0, 1, -1])
 def test_a_killed_engine_ends_the_run_with_its_name_and_log(runs: Starter, victim: int) -> None:
     """Guardian, server and worker process: whichever dies, the run does not hang."""
     run = runs("generation")
@@ -123,3 +135,19 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_log(runs: Starter, victi
     output = run.output()
     assert "rollout engine 0" in output
     assert str(run.engine_log) in output
+
+
+@SLOW
+def test_sigusr1_saves_the_running_step_and_the_same_command_goes_on(
+    start: Start, runs: Starter
+) -> None:
+    run = runs("a step is done")
+    run.process.send_signal(signal.SIGUSR1)
+    assert run.process.wait(2 * LONGEST_EXIT_SECONDS) == 75
+    run.wait_until_gone()
+    done = max(read_metrics(run.metrics_file))
+    latest = run.folder / "checkpoints" / "latest"
+    assert latest.read_text() == f"step_{done:08d}\n"
+    again = train(start, run.folder.name, *LAYOUT, f"training.steps={done + 1}")
+    assert list(again.metrics) == list(range(1, done + 2))
+    assert latest.read_text() == f"step_{done + 1:08d}\n"
