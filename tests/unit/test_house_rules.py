@@ -43,7 +43,7 @@ GRAB_BAGS = {"utils.py", "common.py", "helpers.py", "misc.py"}
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ".json", ".cfg", ""}
 FORBIDDEN_WORDS = {
     "a path of one machine": r"/[w]ork/|/tmp/[d]ev|/opt/[p]ypi|/[r]oot/",
-    "a package index": r"pypi\.[o]rg|python[h]osted|deb\.[d]ebian|npm[j]s|--(index-[u]rl|find-[l]inks)",
+    "a package index": r"pypi\.[o]rg|python[h]osted|deb\.[d]ebian|--(index-[u]rl|find-[l]inks)",
     "a reference to a ticket": r"\bissue #?\d",
     "unfinished work": r"\bTODO\b|\bFIXME\b|NotImplementedError",
 }
