@@ -189,6 +189,8 @@ class RolloutConfig(Section):
     """Running servers (unix:/path or http://127.0.0.1:port) instead of starting our own."""
     engine_dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """auto: `model.dtype`."""
+    engine_quantization: Literal["fp8"] | None = None
+    """fp8: engines hold linear layers in e4m3 with a scale for each 128 x 128 block."""
     max_engine_tokens: PositiveInt | None = None
     """Longest prompt + response of the engine; default: the sum of both limits."""
     max_concurrent_sequences: PositiveInt = 256
@@ -201,6 +203,38 @@ class RolloutConfig(Section):
     """Longest wait for an engine to load its weights and answer."""
     request_timeout_seconds: PositiveInt = 3600
     """Longest wait for one response."""
+
+
+class ReshardingConfig(Section):
+    """The bridge from the policy's shards to the engines' shards."""
+
+    transport: Literal[
+        "auto",
+        "files",
+        "gloo",
+        "nccl",
+        "cuda_ipc",
+        "vllm_nccl",
+        "vllm_ipc",
+        "vllm_nccl_m2n",
+    ] = "auto"
+    """files: shared memory. gloo, nccl: point to point. cuda_ipc: engines on the trainers' devices.
+    vllm_*: vLLM's own backends. auto: files on CPU; cuda_ipc or nccl, by rollout.placement."""
+    bucket_mib: PositiveInt = 512
+    """Weights under way at a time; either side holds at most two buckets beside the model."""
+    timeout_seconds: PositiveInt = 600
+    """Longest wait for the other side of a transfer."""
+    verify_digests: bool = True
+    """Compare a 64-bit hash of every engine parameter after each update."""
+    probe_tokens: int = Field(default=16, ge=0)
+    """Greedy tokens of one prompt whose log-probs engine and trainer compare after each update.
+    0: off."""
+    probe_tolerance: float | None = Field(default=None, gt=0.0)
+    """Mean absolute difference of those log-probs, nats. Default: 1e-3 in float32, 0.1 in
+    bfloat16."""
+    in_flight: Literal["wait", "keep"] = "wait"
+    """Requests that run when an update comes: finish on the old weights, or go on with the new
+    ones and carry both versions."""
 
 
 class SamplingConfig(Section):
@@ -275,6 +309,7 @@ class RunConfig(Section):
     moe: MoeConfig = MoeConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
+    resharding: ReshardingConfig = ReshardingConfig()
     sampling: SamplingConfig = SamplingConfig()
     reward: RewardConfig = RewardConfig()
     advantage: AdvantageConfig = AdvantageConfig()
