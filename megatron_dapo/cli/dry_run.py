@@ -25,6 +25,7 @@ from megatron_dapo.config.machine_checks import (
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.config.remarks import remarks
 from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.parallel.rank_map import RankPlace, as_ranges, rank_map
 from megatron_dapo.planning.memory import (
     FORMULAS,
     GIB,
@@ -34,7 +35,6 @@ from megatron_dapo.planning.memory import (
     plan_engine,
     plan_stage,
 )
-from megatron_dapo.planning.rank_map import RankPlace, as_ranges, rank_map
 
 MOST_RANKS_LISTED = 16
 

@@ -18,48 +18,10 @@ from torch.nn import Parameter
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.cuts import shard_bounds
 from megatron_dapo.resharding.name_map import Entry, Family
+from megatron_dapo.resharding.train_map import experts_per_rank, global_expert, stage_layers
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
-
-
-def stage_layers(num_layers: int, pp_size: int, chunks: int = 1) -> list[list[range]]:
-    """Global layers (from 0) of each virtual chunk of each pipeline stage.
-
-    Raises:
-        ValueError: the layers do not divide evenly.
-    """
-    if num_layers % (pp_size * chunks):
-        raise ValueError(
-            f"{num_layers} layers cannot be cut evenly over parallel.pipeline={pp_size} stages "
-            f"with {chunks} chunks each; use a divisor of {num_layers}"
-        )
-    length = num_layers // (pp_size * chunks)
-    return [
-        [
-            range((chunk * pp_size + stage) * length, (chunk * pp_size + stage + 1) * length)
-            for chunk in range(chunks)
-        ]
-        for stage in range(pp_size)
-    ]
-
-
-def global_expert(ep_rank: int, experts_per_rank: int, local: int) -> int:
-    """Number of a rank's local expert among all experts of its layer."""
-    return ep_rank * experts_per_rank + local
-
-
-def experts_per_rank(num_experts: int, ep_size: int) -> int:
-    """Local experts of one layer.
-
-    Raises:
-        ValueError: the experts do not divide evenly.
-    """
-    if num_experts % ep_size:
-        raise ValueError(
-            f"{num_experts} experts cannot be cut evenly over parallel.expert={ep_size} ranks"
-        )
-    return num_experts // ep_size
 
 
 def local_parameters(
@@ -125,22 +87,6 @@ def shard_place(entry: Entry, parallel: ParallelContext) -> tuple[int, int]:
     if entry.expert is not None:
         return parallel.etp_size, parallel.etp_rank
     return parallel.tp_size, parallel.tp_rank
-
-
-def blocks(entry: Entry, family: Family, shards: int) -> int:
-    """Blocks that `cuts.fuse` stacks on one of `shards` ranks.
-
-    Raises:
-        ValueError: a key/value group would have to be cut.
-    """
-    if not entry.rule.cut.per_kv_group:
-        return 1
-    if family.kv_groups % shards:
-        raise ValueError(
-            f"{family.kv_groups} key/value groups (num_key_value_heads) cannot be cut evenly over "
-            f"parallel.tensor={shards} ranks"
-        )
-    return family.kv_groups // shards
 
 
 @dataclass(frozen=True)
@@ -247,3 +193,18 @@ def exchange_layout(
         dense=dense,
         expert=expert,
     )
+
+
+def source_parameters(
+    chunks: Sequence[GPTModel], family: Family, parallel: ParallelContext
+) -> dict[str, Parameter]:
+    """`Entry.key` -> parameter of this rank, without copies that another rule exports.
+
+    Any rank may call it alone; nothing is communicated.
+
+    Raises:
+        ValueError: a parameter that no rule names.
+        RuntimeError: the chunks hold other layers or parameters than the layout says.
+    """
+    found = local_parameters(chunks, family, parallel)
+    return {entry.key: value for entry, value in found.items() if entry.rule.exported}

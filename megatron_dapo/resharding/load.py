@@ -16,8 +16,9 @@ from transformers import PretrainedConfig
 
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.cuts import fuse, shard_bounds
-from megatron_dapo.resharding.layout import blocks, local_parameters, shard_place
+from megatron_dapo.resharding.layout import local_parameters, shard_place
 from megatron_dapo.resharding.name_map import Entry, Family, HfTensor, family_for
+from megatron_dapo.resharding.train_map import blocks
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -139,7 +140,7 @@ def _fill(
         source.read(tensor, dim, shard_bounds(tensor.shape[dim], shards, index, padded_size))
         for tensor in entry.hf
     ]
-    local = fuse(parts, blocks(entry, family, shards))
+    local = fuse(parts, blocks(entry.rule, family, shards))
     if cut.padded:
         real_rows = local.shape[0]
         parameter[real_rows:] = 0

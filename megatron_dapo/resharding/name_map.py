@@ -201,12 +201,18 @@ class Entry:
     """From 0 over all expert-parallel ranks."""
     hf: tuple[HfTensor, ...]
 
+    @property
+    def key(self) -> str:
+        """What a plan calls the parameter: its first Hugging Face tensor (qkv: q_proj)."""
+        return self.hf[0].name
+
 
 class Family:
     """The rules of one model: `entries` lists all its parameters, `find` reads a name."""
 
     def __init__(self, rules: tuple[Rule, ...], hf_config: PretrainedConfig) -> None:
         config = hf_config.to_dict()
+        self.model_type: str = hf_config.model_type
         self.num_layers: int = hf_config.num_hidden_layers
         self.kv_groups: int = hf_config.num_key_value_heads
         self.vocab_size: int = hf_config.vocab_size

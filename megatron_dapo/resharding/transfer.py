@@ -19,8 +19,9 @@ from transformers import PretrainedConfig
 
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.cuts import unfuse
-from megatron_dapo.resharding.layout import Layout, blocks, exchange_layout, local_parameters
+from megatron_dapo.resharding.layout import Layout, exchange_layout, local_parameters
 from megatron_dapo.resharding.name_map import Entry, Family, family_for
+from megatron_dapo.resharding.train_map import blocks
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -161,7 +162,7 @@ class _Gather:
         for index, shard in enumerate(shards):
             covered = self.layout.slices(entry, index)
             rows = [part.stop - part.start for part in covered]
-            parts = unfuse(shard, rows, blocks(entry, self.family, len(shards)))
+            parts = unfuse(shard, rows, blocks(entry.rule, self.family, len(shards)))
             for target, piece, part in zip(full, parts, covered, strict=True):
                 length = part.stop - part.start  # less than the piece where it ends in padding
                 target.narrow(dim, part.start, length).copy_(piece.narrow(dim, 0, length))

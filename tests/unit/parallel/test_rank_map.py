@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_dapo.config.schema import ParallelConfig
-from megatron_dapo.planning.rank_map import as_ranges, rank_map
+from megatron_dapo.parallel.rank_map import as_ranges, rank_map
 
 
 def test_tensor_ranks_are_neighbours_and_stages_far_apart() -> None:

@@ -1,0 +1,47 @@
+"""Buckets: what is under way at a time. Runs of rows of the model in the order of the family."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+
+class Buckets:
+    """Rows of all parameters, cut into runs of at most `bucket_bytes`; one row at least.
+
+    Args:
+        rows: of each parameter, its Hugging Face tensors stacked.
+        row_bytes: of each parameter.
+    """
+
+    def __init__(self, rows: Sequence[int], row_bytes: Sequence[int], bucket_bytes: int) -> None:
+        self._rows = rows
+        self._starts: list[tuple[int, int]] = []
+        filled = bucket_bytes  # the first row opens the first bucket
+        for number, (count, size) in enumerate(zip(rows, row_bytes, strict=True)):
+            row = 0
+            while row < count:
+                fitting = (bucket_bytes - filled) // size
+                if fitting <= 0:
+                    self._starts.append((number, row))
+                    filled, fitting = 0, max(1, bucket_bytes // size)
+                taken = min(fitting, count - row)
+                filled += taken * size
+                row += taken
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def runs(self, bucket: int) -> Iterator[tuple[int, int, int]]:
+        """(parameter, first row, row after the last) of everything in a bucket, in order."""
+        number, row = self._starts[bucket]
+        last = bucket + 1 == len(self._starts)
+        stop, stop_row = (len(self._rows), 0) if last else self._starts[bucket + 1]
+        while (number, row) < (stop, stop_row):
+            end = stop_row if number == stop else self._rows[number]
+            yield number, row, end
+            number, row = number + 1, 0
+
+    def of(self, parameter: int, row: int) -> int:
+        """The bucket of one row."""
+        return bisect_right(self._starts, (parameter, row)) - 1

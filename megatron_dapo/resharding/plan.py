@@ -1,0 +1,357 @@
+"""The static plan of a weight update: who sends which box of which tensor to whom, and where it
+lands.
+
+Trainer and engine compute the same plan from the same few numbers (two layouts, one model shape,
+one bucket size), so only weights travel. Nothing is stored for each rank and tensor: transfers
+are enumerated when asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from megatron_dapo.resharding.boxes import Box
+from megatron_dapo.resharding.buckets import Buckets
+from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
+from megatron_dapo.resharding.lines import Line
+from megatron_dapo.resharding.name_map import Family
+from megatron_dapo.resharding.routes import Kind
+from megatron_dapo.resharding.train_map import (
+    Held,
+    Shard,
+    ShardKind,
+    TrainLayout,
+    check_divides,
+    experts_per_rank,
+    source_shape,
+)
+
+PLAN_FORMAT = 1
+"""Raised when the same inputs no longer give the same plan."""
+LONGEST_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box, from one trainer rank to one engine rank."""
+
+    tensor: str
+    """The Hugging Face tensor that it is part of; for messages."""
+    sender: int
+    """Global trainer rank."""
+    receiver: int
+    """Engine rank."""
+    source: str
+    """`Entry.key` of the sender's parameter."""
+    source_box: Box
+    target: str
+    """Name of the receiver's parameter; of a tensor that goes through vLLM's loader, its own."""
+    target_box: Box
+    bucket: int
+
+
+class ReshardPlan:
+    """Every transfer of one weight update, in a fixed order: bucket, then parameter.
+
+    Engine ranks are numbered over all replicas; each replica gets the same bytes from the same
+    senders.
+    """
+
+    def __init__(
+        self, train: TrainLayout, engine: EngineLayout, family: Family, *, bucket_bytes: int
+    ) -> None:
+        check_divides(train, family)
+        if bucket_bytes < 1:
+            raise ValueError(f"a bucket of {bucket_bytes} bytes holds nothing; must be positive")
+        self.train, self.engine, self.family = train, engine, family
+        self.bucket_bytes = bucket_bytes
+        self.map = EngineMap(family, engine)
+        self._experts_per_rank = experts_per_rank(family.num_experts, train.expert)
+        kinds = {rule: Kind(rule, family, train, self.map) for rule in family.rules}
+        self.entries = [entry for entry in family.entries if entry.rule.exported]
+        self._kinds = [kinds[entry.rule] for entry in self.entries]
+        self._stages = [train.stage_of(entry, family) for entry in self.entries]
+        self._buckets = Buckets(
+            [kind.total_rows for kind in self._kinds],
+            [kind.row_bytes for kind in self._kinds],
+            bucket_bytes,
+        )
+        self._lines: dict[Shard, Line] = {}
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self._buckets)
+
+    def transfers_from(self, sender: int) -> Iterator[Transfer]:
+        """Everything that a trainer rank sends to the first replica of the engines."""
+        for bucket in range(self.num_buckets):
+            yield from self._walk(bucket, range(self.engine.tensor), sender)
+
+    def transfers_to(self, receiver: int) -> Iterator[Transfer]:
+        """Everything that an engine rank receives."""
+        for bucket in range(self.num_buckets):
+            yield from self._walk(bucket, (receiver,), None)
+
+    def message(self, bucket: int, sender: int, receiver: int) -> list[Transfer]:
+        """What one trainer rank sends to one engine rank in a bucket, in the order of its bytes."""
+        return list(self._walk(bucket, (receiver,), sender))
+
+    def message_bytes(self, bucket: int, sender: int, receiver: int) -> int:
+        """Length of a message; 0: there is none."""
+        elements = sum(t.source_box.elements for t in self._walk(bucket, (receiver,), sender))
+        return elements * self.engine.item_bytes
+
+    def senders_of(self, bucket: int, receiver: int) -> tuple[int, ...]:
+        """Trainer ranks that send to an engine rank in a bucket, ascending."""
+        return tuple(sorted({t.sender for t in self._walk(bucket, (receiver,), None)}))
+
+    def receivers_of(self, bucket: int, sender: int) -> tuple[int, ...]:
+        """Engine ranks of the first replica that a trainer rank sends to in a bucket, ascending."""
+        found = {t.receiver for t in self._walk(bucket, range(self.engine.tensor), sender)}
+        return tuple(sorted(found))
+
+    def parameters(self, receiver: int) -> dict[str, tuple[int, ...]]:
+        """Name -> shape of every engine parameter that is written directly, in family order."""
+        return self.map.parameters(receiver % self.engine.tensor)
+
+    def padding(self, receiver: int) -> list[tuple[str, Box]]:
+        """Boxes of those parameters that no transfer writes; they must hold zeros."""
+        return self.map.padding(receiver % self.engine.tensor)
+
+    @cached_property
+    def loader_tensors(self) -> tuple[str, ...]:
+        """Hugging Face tensors that travel whole, for vLLM's own loader; none unless quantised."""
+        return self.map.loader_tensors()
+
+    def sources(self, sender: int) -> dict[str, tuple[int, ...]]:
+        """`Entry.key` -> shape of every exported parameter that a trainer rank holds."""
+        shards = self.train.shards_of(sender)
+        return {
+            entry.key: source_shape(entry, self.family, self.train)
+            for number, entry in enumerate(self.entries)
+            if self._holds(number, shards)
+        }
+
+    @cached_property
+    def _word_bytes(self) -> dict[str, int]:
+        """Name of a target ({layer} and {expert} open) -> longest word that no box cuts."""
+        columns: dict[str, int] = {}
+        for kind in dict.fromkeys(self._kinds):
+            for target, count in kind.columns_of_boxes():
+                columns[target] = math.gcd(columns.get(target, 0), count)
+        item = self.engine.item_bytes
+        return {target: math.gcd(count * item, LONGEST_WORD) for target, count in columns.items()}
+
+    def word_bytes(self, target: str) -> int:
+        """Largest power of two, at most 8, that divides offset and width of all boxes of a target.
+
+        Raises:
+            ValueError: the plan writes no such parameter or tensor.
+        """
+        name = _open_numbers(target)
+        if name not in self._word_bytes:
+            raise ValueError(f"the plan writes no {target!r}; it writes {sorted(self._word_bytes)}")
+        return self._word_bytes[name]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """64 bits of a hash of all that the plan follows from, in hexadecimal."""
+        inputs = {
+            "format": PLAN_FORMAT,
+            "train": asdict(self.train),
+            "engine": asdict(self.engine),
+            "model_type": self.family.model_type,
+            "kv_groups": self.family.kv_groups,
+            "tensors": self.family.hf_tensors,
+            "targets": self.parameters(0),
+            "bucket_bytes": self.bucket_bytes,
+        }
+        text = json.dumps(inputs, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def bytes_by_sender(self) -> dict[int, int]:
+        """Trainer rank -> bytes that it sends to all replicas together."""
+        sent = dict.fromkeys(range(self.train.world_size), 0)
+        for shard in self._shards():
+            for replica, count in enumerate(self._line(shard).bytes_by_replica()):
+                sent[self.train.rank(shard, replica)] += count * self.engine.replicas
+        return sent
+
+    def bytes_by_receiver(self) -> dict[int, int]:
+        """Engine rank -> bytes that it receives."""
+        tensor = self.engine.tensor
+        received = [self._received(rank) for rank in range(tensor)]
+        return {rank: received[rank % tensor] for rank in range(self.engine.world_size)}
+
+    @cached_property
+    def bytes_moved(self) -> int:
+        """Bytes that reach all engines together."""
+        return sum(self.bytes_by_receiver().values())
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Bytes that the engines own: their unquantised parameters without padding."""
+        plain = EngineMap(self.family, replace(self.engine, quantization=None))
+        elements = 0
+        for rank in range(self.engine.tensor):
+            elements += sum(math.prod(shape) for shape in plain.parameters(rank).values())
+            elements -= sum(box.elements for _, box in plain.padding(rank))
+        return elements * self.engine.item_bytes * self.engine.replicas
+
+    def _received(self, receiver: int) -> int:
+        parameters = Counter(
+            kind
+            for entry, kind in zip(self.entries, self._kinds, strict=True)
+            if self.map.local_expert(entry.expert, receiver) is not None
+        )
+        elements = sum(n * kind.received_elements(receiver) for kind, n in parameters.items())
+        return elements * self.engine.item_bytes
+
+    def _walk(
+        self, bucket: int, receivers: Iterable[int], sender: int | None
+    ) -> Iterator[Transfer]:
+        """Transfers of a bucket to some receivers, from one sender or all."""
+        held = None if sender is None else self.train.shards_of(sender)
+        for number, first, end in self._buckets.runs(bucket):
+            if held is not None and not self._holds(number, held):
+                continue
+            for shard in self._shards_of(number, held):
+                owners = self._owners(number, shard, first, end, sender)
+                if owners:
+                    for receiver in receivers:
+                        yield from self._deliver(bucket, number, shard, receiver, owners)
+
+    def _owners(
+        self, number: int, shard: Shard, first: int, end: int, sender: int | None
+    ) -> list[tuple[int, int, int]]:
+        """(first row, row after the last, sender) of some rows of a shard of a parameter."""
+        found = []
+        for row, stop, replica in self._line(shard).owners(number):
+            low, high = max(row, first), min(stop, end)
+            if low < high:
+                rank = self.train.rank(shard, replica)
+                if sender is None or rank == sender:
+                    found.append((low, high, rank))
+        return found
+
+    def _deliver(
+        self,
+        bucket: int,
+        number: int,
+        shard: Shard,
+        receiver: int,
+        owners: list[tuple[int, int, int]],
+    ) -> Iterator[Transfer]:
+        entry, tensor_rank = self.entries[number], receiver % self.engine.tensor
+        local = self.map.local_expert(entry.expert, tensor_rank)
+        if local is None:
+            return
+        for route in self._kinds[number].routes(shard.index, tensor_rank):
+            tensor = entry.hf[route.tensor].name
+            target = route.target.format(layer=entry.layer, expert=entry.expert)
+            below = local * route.expert_rows
+            for crossing in route.crossings:
+                for low, high, rank in owners:
+                    row = max(crossing.row, low)
+                    rows = min(crossing.row + crossing.rows, high) - row
+                    if rows <= 0:
+                        continue
+                    source_row = crossing.source_row + row - crossing.row
+                    target_row = crossing.target_row + row - crossing.row + below
+                    yield Transfer(
+                        tensor,
+                        rank,
+                        receiver,
+                        entry.key,
+                        Box(source_row, rows, crossing.source_col, crossing.cols),
+                        target,
+                        Box(target_row, rows, crossing.target_col, crossing.cols),
+                        bucket,
+                    )
+
+    def _shards_of(self, number: int, held: Mapping[ShardKind, Held] | None) -> list[Shard]:
+        """Shards of a parameter: all, or the one that a rank holds."""
+        kind, entry = self._kinds[number], self.entries[number]
+        if held is not None:
+            return [held[kind.shard_kind][0]]
+        expert = 0 if entry.expert is None else entry.expert // self._experts_per_rank
+        return [
+            Shard(kind.shard_kind, self._stages[number], expert, index)
+            for index in range(self.train.shards(kind.rule))
+        ]
+
+    def _holds(self, number: int, held: Mapping[ShardKind, Held]) -> bool:
+        """Whether a rank with these shards has its part of a parameter."""
+        expert = self.entries[number].expert
+        shard = held["expert"][0]
+        mine = expert is None or expert // self._experts_per_rank == shard.expert
+        return mine and self._stages[number] == shard.stage
+
+    def _line(self, shard: Shard) -> Line:
+        """What a shard sends; made on first use."""
+        if shard not in self._lines:
+            numbers = self._parameters_of[shard.kind, shard.stage, shard.expert]
+            full = self._stage_bytes[shard.stage]
+            self._lines[shard] = Line(
+                numbers,
+                [self._kinds[number].segments(shard.index) for number in numbers],
+                replicas=self.train.replicas(shard),
+                buckets=-(-full // self.bucket_bytes),
+                receivers=self.engine.tensor,
+            )
+        return self._lines[shard]
+
+    @cached_property
+    def _parameters_of(self) -> dict[tuple[ShardKind, int, int], list[int]]:
+        """(kind, stage, expert rank) -> numbers of the parameters in such shards, ascending."""
+        found: dict[tuple[ShardKind, int, int], list[int]] = {}
+        for number in range(len(self.entries)):
+            shard = self._shards_of(number, None)[0]
+            found.setdefault((shard.kind, shard.stage, shard.expert), []).append(number)
+        return found
+
+    @cached_property
+    def _stage_bytes(self) -> Counter[int]:
+        """Pipeline stage -> bytes of all its Hugging Face tensors."""
+        found: Counter[int] = Counter()
+        for stage, kind in zip(self._stages, self._kinds, strict=True):
+            found[stage] += kind.total_rows * kind.row_bytes
+        return found
+
+    def _shards(self) -> Iterator[Shard]:
+        """Every shard that sends something."""
+        counts = {
+            "whole": 1,
+            "tensor": self.train.tensor,
+            "expert": self.train.expert_tensor,
+        }
+        for kind, stage, expert in self._parameters_of:
+            for index in range(counts[kind]):
+                yield Shard(kind, stage, expert, index)
+
+
+def build_plan(
+    train: TrainLayout, engine: EngineLayout, family: Family, *, bucket_bytes: int
+) -> ReshardPlan:
+    """The plan of a weight update; the same on every trainer and engine rank.
+
+    Args:
+        bucket_bytes: full tensors of one bucket together, in the engine's dtype. A rank's part of
+            a bucket is never larger.
+
+    Raises:
+        ValueError: the model cannot be cut over one of the layouts; the message names the size.
+    """
+    return ReshardPlan(train, engine, family, bucket_bytes=bucket_bytes)
+
+
+def _open_numbers(target: str) -> str:
+    opened = re.sub(r"layers\.\d+", "layers.{layer}", target)
+    return re.sub(r"experts\.\d+", "experts.{expert}", opened)
