@@ -88,8 +88,10 @@ class Line:
         sizes = (sum(part.rows * part.row_bytes for part in each) for each in parts)
         self._starts = list(accumulate(sizes, initial=0))
         self.replicas = replicas
-        widest = max((part.row_bytes for each in set(parts) for part in each), default=1)
-        least = max(ROWS_PER_STRIPE * widest, MESSAGE_BYTES * receivers)
+        self.widest_row_bytes = max(
+            (part.row_bytes for each in set(parts) for part in each), default=1
+        )
+        least = max(ROWS_PER_STRIPE * self.widest_row_bytes, MESSAGE_BYTES * receivers)
         rounds = max(1, min(buckets, self.total_bytes // (replicas * least)))
         self._stripes = replicas * rounds
 

@@ -108,9 +108,16 @@ class ReshardPlan:
         elements = sum(t.source_box.elements for t in self._walk(bucket, (receiver,), sender))
         return elements * self.engine.item_bytes
 
+    def message_sizes(self, bucket: int, receiver: int) -> dict[int, int]:
+        """Trainer rank -> length of its message to an engine rank in a bucket, ascending."""
+        sizes: Counter[int] = Counter()
+        for transfer in self._walk(bucket, (receiver,), None):
+            sizes[transfer.sender] += transfer.source_box.elements * self.engine.item_bytes
+        return dict(sorted(sizes.items()))
+
     def senders_of(self, bucket: int, receiver: int) -> tuple[int, ...]:
         """Trainer ranks that send to an engine rank in a bucket, ascending."""
-        return tuple(sorted({t.sender for t in self._walk(bucket, (receiver,), None)}))
+        return tuple(self.message_sizes(bucket, receiver))
 
     def receivers_of(self, bucket: int, sender: int) -> tuple[int, ...]:
         """Engine ranks of the first replica that a trainer rank sends to in a bucket, ascending."""
@@ -177,12 +184,20 @@ class ReshardPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def bytes_by_sender(self) -> dict[int, int]:
-        """Trainer rank -> bytes that it sends to all replicas together."""
+        """Trainer rank -> bytes that it sends to all replicas of the engines together."""
         sent = dict.fromkeys(range(self.train.world_size), 0)
-        for shard in self._shards():
-            for replica, count in enumerate(self._line(shard).bytes_by_replica()):
+        for shard, shares in self.bytes_by_replica():
+            for replica, count in enumerate(shares):
                 sent[self.train.rank(shard, replica)] += count * self.engine.replicas
         return sent
+
+    def bytes_by_replica(self) -> Iterator[tuple[Shard, list[int]]]:
+        """Of every shard, the bytes that each of its holders sends to one engine replica."""
+        return ((shard, self._line(shard).bytes_by_replica()) for shard in self._shards())
+
+    def widest_row_bytes(self, shard: Shard) -> int:
+        """Bytes of the longest row that a shard sends: shares are equal but for a row or two."""
+        return self._line(shard).widest_row_bytes
 
     def bytes_by_receiver(self) -> dict[int, int]:
         """Engine rank -> bytes that it receives."""
