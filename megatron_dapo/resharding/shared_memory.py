@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import logging
 import math
-import shutil
-import tempfile
-import weakref
 from pathlib import Path
-from typing import IO, TypedDict
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.resharding.private_directory import SHARED_MEMORY, PrivateDirectory
 from megatron_dapo.resharding.transfer import DESTINATION, WeightStream
 
-logger = logging.getLogger(__name__)
-
-PREFIX = "megatron_dapo_"
-LOCK_FILE = "lock"
 SAFETENSORS_DTYPE = {
     torch.float32: "F32",
     torch.float16: "F16",
@@ -40,17 +32,12 @@ class WeightPayload(TypedDict):
 
 
 class SharedMemoryTransport:
-    """Private directory (mode 0700) with the newest published weights.
+    """Private directory with the newest published weights."""
 
-    The directory goes away with `close`, at interpreter exit, or, after a crash, when the next
-    transport opens the same parent: a lock that only a living owner holds tells them apart.
-    """
-
-    def __init__(self, parent: Path = Path("/dev/shm")) -> None:
+    def __init__(self, parent: Path = SHARED_MEMORY) -> None:
         """Touch nothing yet: only the rank that publishes makes the directory."""
         self._parent = parent
-        self._directory: Path | None = None
-        self._lock: IO[str] | None = None
+        self._directory: PrivateDirectory | None = None
 
     def publish(self, stream: WeightStream, version: int) -> WeightPayload | None:
         """Write the stream as one safetensors file; returns its description on global rank 0.
@@ -83,36 +70,13 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Remove the directory and everything in it."""
         if self._directory is not None:
-            self._remove()
+            self._directory.close()
             self._directory = None
 
     def _open(self) -> Path:
         if self._directory is None:
-            remove_abandoned(self._parent)
-            self._directory = Path(tempfile.mkdtemp(prefix=PREFIX, dir=self._parent))
-            unlocked = self._directory / f"{LOCK_FILE}.new"
-            self._lock = unlocked.open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            unlocked.rename(self._directory / LOCK_FILE)  # others see it only once it is held
-            self._remove = weakref.finalize(self, _remove, self._directory, self._lock)
-        return self._directory
-
-
-def _remove(directory: Path, lock: IO[str]) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    lock.close()
-
-
-def remove_abandoned(parent: Path) -> None:
-    """Delete directories of transports whose process died without closing them."""
-    for lock_path in parent.glob(f"{PREFIX}*/{LOCK_FILE}"):
-        try:
-            with lock_path.open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                logger.warning("removing weights that a dead run left in %s", lock_path.parent)
-                shutil.rmtree(lock_path.parent)
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            continue  # in use, another user's, or just removed by another run
+            self._directory = PrivateDirectory(self._parent)
+        return self._directory.path
 
 
 def write_safetensors(path: Path, stream: WeightStream, metadata: dict[str, str]) -> None:

@@ -2,12 +2,12 @@
 
 A message is the flat bytes of the transfers of one bucket from one trainer rank to one engine
 rank, in plan order. Both sides hold the same plan, so a message carries no names and no shapes.
-A transport only moves messages; it knows nothing of parameters.
+A transport only moves messages; it knows nothing of parameters. Tensors that go through vLLM's own
+loader travel in messages too, in boxes that make up the whole tensor on every engine rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from torch import Tensor
@@ -42,8 +42,6 @@ class UpdatePayload(TypedDict):
     policy_version: int
     folder: str
     """files: directory of the published version; else empty."""
-    loader_file: str
-    """Safetensors file with full Hugging Face tensors for vLLM's own loader; empty: none."""
     generations: list[int]
     """For each engine: which process group of it to join. Groups are not reused after a failure."""
 
@@ -102,11 +100,9 @@ class Receiver(Protocol):
         """Most memory held beside the model so far."""
 
 
-def full_payload(version: int, engines: int) -> UpdatePayload:
+def new_payload(version: int, engines: int) -> UpdatePayload:
     """A payload in which only the version is filled in."""
-    return UpdatePayload(
-        policy_version=version, folder="", loader_file="", generations=[0] * engines
-    )
+    return UpdatePayload(policy_version=version, folder="", generations=[0] * engines)
 
 
 def member_name(rank: int, trainers: int, replica: int) -> str:
@@ -114,7 +110,3 @@ def member_name(rank: int, trainers: int, replica: int) -> str:
     if rank < trainers:
         return f"trainer rank {rank}"
     return f"rank {rank - trainers} of engine {replica}"
-
-
-Digests = Mapping[str, str]
-"""Engine parameter -> 16 hexadecimal digits."""

@@ -10,12 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dapo.resharding.shared_memory import (
-    PREFIX,
-    SharedMemoryTransport,
-    remove_abandoned,
-    write_safetensors,
-)
+from megatron_dapo.resharding.private_directory import PREFIX, remove_abandoned
+from megatron_dapo.resharding.shared_memory import SharedMemoryTransport, write_safetensors
 from megatron_dapo.resharding.transfer import WeightStream
 
 

@@ -1,0 +1,271 @@
+"""The trainer's side of a weight update: from Megatron's shards into the engines' shards.
+
+Every rank holds one `Bridge` and sends only what each engine rank needs. An update:
+
+    payload = bridge.prepare(version)      # files are written here
+    ...                                    # rank 0 tells the engines
+    bridge.send(version)                   # point to point: messages travel here
+    expected = bridge.expected_digests()   # what the engines must hold now, on rank 0
+    ...                                    # rank 0 compares, the engines go on
+    bridge.acknowledged(version)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from megatron_dapo.config.resharding_checks import chosen_transport
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.device import current
+from megatron_dapo.parallel.collectives import broadcast_tensors
+from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.resharding.cuda_ipc import CudaIpcSender, NoteBoard
+from megatron_dapo.resharding.digest import as_hex
+from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.files import FileSender
+from megatron_dapo.resharding.layout import exchange_layout, local_parameters, source_parameters
+from megatron_dapo.resharding.messages import Outbox
+from megatron_dapo.resharding.name_map import family_for
+from megatron_dapo.resharding.plan import ReshardPlan, build_plan
+from megatron_dapo.resharding.point_to_point import Meeting, PointToPointSender
+from megatron_dapo.resharding.private_directory import SHARED_MEMORY, PrivateDirectory
+from megatron_dapo.resharding.train_map import TrainLayout
+from megatron_dapo.resharding.transport import InitInfo, Sender, UpdatePayload, new_payload
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+LEADER = 0
+"""Global rank that makes the directory and talks to the engines."""
+
+
+class Bridge:
+    """One trainer rank's end of the bridge.
+
+    Every rank calls every method, in the same order; the control group exchanges short notes and
+    digests, weights go straight to the engines. Parameters are read by `prepare` (files) or `send`
+    (other transports): no optimizer step may run before both have returned.
+    """
+
+    def __init__(
+        self,
+        plan: ReshardPlan,
+        sources: dict[str, Tensor],
+        parallel: ParallelContext,
+        *,
+        transport: str,
+        directory: Path,
+        timeout: timedelta,
+        verify_digests: bool = True,
+        owned: PrivateDirectory | None = None,
+    ) -> None:
+        self.plan, self.transport, self.directory = plan, transport, directory
+        self.outbox = Outbox(plan, parallel.rank, sources, with_digests=verify_digests)
+        self._parallel, self._timeout, self._owned = parallel, timeout, owned
+        self._verify_digests = verify_digests
+        self._version = -1
+        device = next(iter(sources.values())).device if sources else torch.device("cpu")
+        self._sender = self._open_sender(device)
+
+    @classmethod
+    def open(
+        cls,
+        config: RunConfig,
+        chunks: Sequence[GPTModel],
+        hf_config: PretrainedConfig,
+        parallel: ParallelContext,
+        *,
+        directory: Path = SHARED_MEMORY,
+    ) -> Bridge:
+        """The bridge of this run's settings. Collective; no weights move yet.
+
+        Args:
+            chunks: this rank's model chunks, unwrapped.
+            directory: a private directory is made in it, that trainers and engines must all see:
+                shared memory on one machine, a shared file system on several.
+
+        Raises:
+            ValueError: a parameter that the name tables do not know, or layouts that cannot meet.
+            RuntimeError: a rank does not see the directory.
+        """
+        settings, family = config.resharding, family_for(hf_config)
+        parameters = local_parameters(chunks, family, parallel)
+        padded = exchange_layout(parameters, family, parallel, len(chunks)).padded_vocab_size
+        plan = build_plan(
+            TrainLayout.from_config(config.parallel, padded),
+            EngineLayout.from_config(config),
+            family,
+            bucket_bytes=settings.bucket_mib * 2**20,
+        )
+        kind: Literal["cpu", "cuda"] = "cuda" if current().type == "cuda" else "cpu"
+        owned, path = share_directory(directory, parallel)
+        return cls(
+            plan,
+            dict(source_parameters(chunks, family, parallel)),
+            parallel,
+            transport=chosen_transport(config, kind),
+            directory=path,
+            timeout=timedelta(seconds=settings.timeout_seconds),
+            verify_digests=settings.verify_digests,
+            owned=owned,
+        )
+
+    def _open_sender(self, device: torch.device) -> Sender:
+        plan, rank, bucket = self.plan, self._parallel.rank, self.plan.bucket_bytes
+        trainers, workers = plan.train.world_size, plan.engine.tensor
+        replicas = range(plan.engine.replicas)
+        if self.transport == "files":
+            return FileSender(self.directory, self._agree, leads=rank == LEADER)
+        if self.transport == "gloo" or self.transport == "nccl":
+            meetings = [
+                Meeting(self.directory, r, 0, trainers, workers, self.transport, self._timeout)
+                for r in replicas
+            ]
+            return PointToPointSender(meetings, rank, device, bucket)
+        if self.transport == "cuda_ipc":
+            boards = [
+                NoteBoard(self.directory, r, 0, trainers, workers, self._timeout) for r in replicas
+            ]
+            return CudaIpcSender(boards, rank, device, bucket)
+        raise ValueError(
+            f"resharding.transport={self.transport}: moves full tensors by vLLM's own engines, not "
+            "messages of a plan; this bridge takes files, gloo, nccl and cuda_ipc"
+        )
+
+    def init_info(self, engine: int) -> InitInfo:
+        """`init_info` of /init_weight_transfer_engine of one engine. Local."""
+        return InitInfo(
+            transport=self.transport,
+            directory=str(self.directory),
+            train_layout=asdict(self.plan.train),
+            engine_layout=asdict(self.plan.engine),
+            bucket_bytes=self.plan.bucket_bytes,
+            fingerprint=self.plan.fingerprint,
+            replica=engine,
+            timeout_seconds=self._timeout.total_seconds(),
+        )
+
+    def prepare(self, version: int) -> UpdatePayload:
+        """Publish what can be published before the engines are told; on every rank, `update_info`
+        of /update_weights, the same for all engines.
+
+        Raises:
+            RuntimeError: on all ranks, if one could not write.
+        """
+        self._version = version
+        self.outbox.start()
+        self._sender.prepare(version, self.outbox)
+        return self.payload()
+
+    def payload(self) -> UpdatePayload:
+        """`update_info` of the version that was prepared last; for an engine that comes late."""
+        payload = new_payload(self._version, self.plan.engine.replicas)
+        self._sender.describe(payload)
+        return payload
+
+    def send(self, version: int, engines: Sequence[int] | None = None) -> None:
+        """Hand the weights to these engines (default all), which are in `update_weights` meanwhile.
+
+        Raises:
+            RuntimeError: an engine that does not come or take its messages within the timeout; the
+                message names its rank. The next `payload` then names a new place to meet.
+        """
+        if version != self._version:
+            raise RuntimeError(f"version {version} is to be sent, {self._version} was prepared")
+        chosen = range(self.plan.engine.replicas) if engines is None else engines
+        if self.transport != "files":
+            self.outbox.start()
+        self._sender.send(version, self.outbox, tuple(chosen))
+
+    def rejoin(self, engine: int) -> None:
+        """An engine has been restarted: `payload` names a new place to meet it. Local."""
+        self._sender.rejoin((engine,))
+
+    def expected_digests(self) -> list[dict[str, str]] | None:
+        """For each tensor rank of an engine: parameter -> digest in hexadecimal, on rank 0.
+
+        None on other ranks. The control group sums one integer for each parameter. Without
+        `resharding.verify_digests` nothing is expected: the dictionaries are empty.
+        """
+        workers = range(self.plan.engine.tensor)
+        if not self._verify_digests:
+            return [{} for _ in workers] if self._parallel.rank == LEADER else None
+        names = [list(self.plan.parameters(worker)) for worker in workers]
+        parts: list[int] = []
+        for worker in workers:
+            mine = self.outbox.partial_digests(worker)
+            parts += [mine.get(name, 0) for name in names[worker]]
+        sums = torch.tensor(parts, dtype=torch.int64)
+        self._all_reduce(sums, dist.ReduceOp.SUM)
+        if self._parallel.rank != LEADER:
+            return None
+        values = iter(sums.tolist())
+        return [{name: as_hex(next(values)) for name in names[worker]} for worker in workers]
+
+    def acknowledged(self, version: int) -> None:
+        """All engines serve the version: files of earlier ones go. Local."""
+        self._sender.acknowledged(version)
+
+    def close(self) -> None:
+        """Leave all groups and remove the directory; may be called twice. Local."""
+        self._sender.close()
+        if self._owned is not None:
+            self._owned.close()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Most memory that this rank held beside model and published files, so far."""
+        return self._sender.staging_bytes
+
+    def _agree(self, failure: OSError | None) -> None:
+        """Raise on all ranks what failed on one; otherwise go on when all have come here."""
+        numbers = torch.zeros(self._parallel.world_size, dtype=torch.int64)
+        numbers[self._parallel.rank] = 0 if failure is None else failure.errno or -1
+        self._all_reduce(numbers, dist.ReduceOp.SUM)
+        failed = {rank: number for rank, number in enumerate(numbers.tolist()) if number}
+        if failed:
+            causes = ", ".join(f"rank {r}: {os.strerror(max(n, 0))}" for r, n in failed.items())
+            raise RuntimeError(
+                f"weights could not be written to {self.directory} ({causes}). It must hold two "
+                f"versions of {self.plan.bytes_moved // self.plan.engine.replicas} bytes; enlarge "
+                "it, or use another resharding.transport"
+            ) from failure
+
+    def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+        work = dist.all_reduce(values, operation, group=self._parallel.control_group, async_op=True)
+        assert work is not None, "an asynchronous collective has a handle"
+        work.wait(self._timeout)
+
+
+def share_directory(
+    parent: Path, parallel: ParallelContext
+) -> tuple[PrivateDirectory | None, Path]:
+    """A private directory that all ranks see: (it, on the rank that owns it; its path).
+
+    Collective over the control group.
+
+    Raises:
+        RuntimeError: a rank does not see it.
+    """
+    owned = PrivateDirectory(parent) if parallel.rank == LEADER else None
+    name = None
+    if owned is not None:
+        name = {"path": torch.tensor(list(os.fsencode(owned.path)), dtype=torch.uint8)}
+    received = broadcast_tensors(name, src_rank=LEADER, group=parallel.control_group)
+    path = Path(os.fsdecode(bytes(received["path"].tolist())))
+    if not path.is_dir():
+        raise RuntimeError(
+            f"rank {parallel.rank} does not see {path}, made by rank {LEADER} for the weights: on "
+            "several machines the directory must lie on a shared file system"
+        )
+    return owned, path

@@ -1,0 +1,317 @@
+"""Messages through CUDA IPC: for engines whose workers share a machine with the trainers.
+
+A trainer rank packs a batch of messages into one of two staging buffers on its device and says so;
+workers map the buffers once an update and read their messages where they lie; a buffer is packed
+again when all its readers have gone on. Handles and these short notes travel as JSON through a
+file in the run's private directory. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dapo.resharding.messages import Message, Outbox
+from megatron_dapo.resharding.transport import UpdatePayload, member_name
+
+if TYPE_CHECKING:
+    from megatron_dapo.resharding.plan import ReshardPlan
+
+_HANDLE_FIELDS = (
+    "handle",
+    "size_bytes",
+    "offset_bytes",
+    "counter_handle",
+    "counter_offset",
+    "event_handle",
+    "event_sync_required",
+)
+"""What torch exports of a storage beside its device: bytes, int, int, bytes, int, bytes, bool."""
+_BYTES_FIELDS = {"handle", "counter_handle", "event_handle"}
+
+
+def require_cuda() -> None:
+    """Refuse to go on where CUDA IPC cannot work.
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            "resharding.transport=cuda_ipc: this process sees no CUDA device; it shares memory of "
+            "GPUs. Use files or gloo on CPU"
+        )
+
+
+def device_uuid(index: int) -> str:
+    """Name of a GPU that is the same in every process of the machine."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def export_buffer(buffer: Tensor) -> str:
+    """A CUDA buffer as JSON that another process of the machine can map.
+
+    The buffer must live until all who mapped it are done.
+    """
+    _, *fields = buffer.untyped_storage()._share_cuda_()
+    note: dict[str, str | int] = {"device": device_uuid(buffer.device.index)}
+    for name, value in zip(_HANDLE_FIELDS, fields, strict=True):
+        note[name] = value.hex() if name in _BYTES_FIELDS else int(value)
+    return json.dumps(note)
+
+
+def map_buffer(note: str, whose: str) -> Tensor:
+    """The buffer of `export_buffer`, flat uint8, on its own device.
+
+    Raises:
+        RuntimeError: its GPU is not among the visible ones; the message says whose it is.
+    """
+    fields = json.loads(note)
+    visible = {device_uuid(index): index for index in range(torch.cuda.device_count())}
+    if fields["device"] not in visible:
+        raise RuntimeError(
+            f"weights of {whose} are on GPU {fields['device']}, which this worker does not see; it "
+            f"sees {sorted(visible)}. Show engines all GPUs of the machine (CUDA_VISIBLE_DEVICES), "
+            "or set resharding.transport=files"
+        )
+    index = visible[fields["device"]]
+    values = [
+        bytes.fromhex(fields[name]) if name in _BYTES_FIELDS else fields[name]
+        for name in _HANDLE_FIELDS
+    ]
+    values[-1] = bool(values[-1])
+    storage = torch.UntypedStorage._new_shared_cuda(index, *values)
+    buffer = torch.empty(0, dtype=torch.uint8, device=torch.device("cuda", index))
+    return buffer.set_(storage)  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class NoteBoard:
+    """Short notes between the trainers and the workers of one engine."""
+
+    directory: Path
+    replica: int
+    generation: int
+    trainers: int
+    workers: int
+    timeout: timedelta
+
+    def open(self) -> dist.FileStore:
+        """The board; whoever comes first makes it."""
+        path = self.directory / f"notes_{self.replica}_{self.generation}"
+        store = dist.FileStore(str(path), self.trainers + self.workers)
+        store.set_timeout(self.timeout)
+        return store
+
+    def read(self, store: dist.Store, key: str, what: str) -> str:
+        """A note, once it is there.
+
+        Raises:
+            RuntimeError: it is not within the timeout; the message says `what` did not happen.
+        """
+        try:
+            store.wait([key], self.timeout)
+        except dist.DistStoreError as error:
+            raise RuntimeError(
+                f"{what} within {self.timeout.total_seconds():g} s (resharding.timeout_seconds)"
+            ) from error
+        return store.get(key).decode()
+
+
+def place(messages: Iterable[Message]) -> list[int]:
+    """Where each message of a batch starts in its buffer, aligned to 8 bytes; then the end."""
+    starts = [0]
+    for message in messages:
+        starts.append(starts[-1] + message.num_bytes + -message.num_bytes % 8)
+    return starts
+
+
+class CudaIpcSender:
+    """One trainer rank's side.
+
+    Args:
+        boards: one for each engine.
+        device: this rank's.
+        bucket_bytes: of the plan; two staging buffers of at most this size exist while sending.
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+    """
+
+    def __init__(
+        self, boards: Sequence[NoteBoard], rank: int, device: torch.device, bucket_bytes: int
+    ) -> None:
+        require_cuda()
+        self._boards = list(boards)
+        self._rank, self._device, self._bucket_bytes = rank, device, bucket_bytes
+        self._stores: dict[int, dist.FileStore] = {}
+        self.staging_bytes = 0
+
+    def prepare(self, version: int, outbox: Outbox) -> None:
+        """Nothing: the engines are told first."""
+
+    def describe(self, payload: UpdatePayload) -> None:
+        """Name the board that each engine reads."""
+        payload["generations"] = [board.generation for board in self._boards]
+
+    def send(self, version: int, outbox: Outbox, engines: tuple[int, ...]) -> None:
+        """Offer every message to its worker of each engine and wait until all have been read.
+
+        Raises:
+            RuntimeError: a worker that does not read in time, by name.
+        """
+        for engine in engines:
+            if engine not in self._stores:
+                self._stores[engine] = self._boards[engine].open()
+        batches = outbox.batches(self._bucket_bytes)
+        room = max((place(batch)[-1] for batch in batches), default=0)
+        slots = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in batches[:2]]
+        self.staging_bytes = max(self.staging_bytes, room * len(slots))
+        prefix = f"{version}_{self._rank}"
+        for engine in engines:
+            for number, slot in enumerate(slots):
+                self._stores[engine].set(f"buffer_{prefix}_{number}", export_buffer(slot))
+        try:
+            for number, batch in enumerate(batches):
+                if number >= len(slots):
+                    self._wait_until_read(prefix, number - 2, batches, engines)
+                for message, start in zip(batch, place(batch)[:-1], strict=True):
+                    slot = slots[number % 2]
+                    outbox.pack(message, slot[start : start + message.num_bytes])
+                torch.cuda.synchronize(self._device)  # readers see the buffer, not the stream
+                for engine in engines:
+                    self._stores[engine].set(f"ready_{prefix}_{number}", "1")
+            for number in range(max(len(batches) - 2, 0), len(batches)):
+                self._wait_until_read(prefix, number, batches, engines)
+        except RuntimeError:
+            self.rejoin(engines)
+            raise
+
+    def _wait_until_read(
+        self,
+        prefix: str,
+        number: int,
+        batches: Sequence[Sequence[Message]],
+        engines: tuple[int, ...],
+    ) -> None:
+        for engine in engines:
+            board = self._boards[engine]
+            for message in batches[number]:
+                who = member_name(board.trainers + message.receiver, board.trainers, engine)
+                board.read(
+                    self._stores[engine],
+                    f"read_{prefix}_{number}_{message.receiver}",
+                    f"{who} did not read bucket {message.bucket} of the new weights",
+                )
+
+    def rejoin(self, engines: tuple[int, ...]) -> None:
+        """Leave the boards of these engines; the next payload names new ones."""
+        for engine in engines:
+            self._stores.pop(engine, None)
+            old = self._boards[engine]
+            self._boards[engine] = replace(old, generation=old.generation + 1)
+
+    def acknowledged(self, version: int) -> None:
+        """Nothing is kept of any version."""
+
+    def close(self) -> None:
+        """Leave all boards."""
+        self._stores.clear()
+
+
+class CudaIpcReceiver:
+    """One engine worker's side.
+
+    Args:
+        board: of this engine; its generation comes with each update.
+        receiver: this worker's tensor rank.
+        device: of the messages; those from another GPU are copied there.
+
+    Raises:
+        RuntimeError: there is no CUDA device.
+    """
+
+    def __init__(
+        self, plan: ReshardPlan, board: NoteBoard, receiver: int, device: torch.device
+    ) -> None:
+        require_cuda()
+        self._plan, self._board, self._receiver, self._device = plan, board, receiver, device
+        self._store: dist.FileStore | None = None
+        self._version = -1
+        self._places: dict[int, dict[int, tuple[int, int, int]]] = {}
+        self._buffers: dict[tuple[int, int], Tensor] = {}
+        self._unread: str | None = None
+        self.staging_bytes = 0
+
+    def begin(self, payload: UpdatePayload) -> None:
+        """Turn to the board that the payload names."""
+        self.end()
+        generation = payload["generations"][self._board.replica]
+        if self._store is None or generation != self._board.generation:
+            self._board = replace(self._board, generation=generation)
+            self._store = self._board.open()
+        self._version = payload["policy_version"]
+
+    def receive(self, bucket: int, sender: int) -> Tensor:
+        """One message: a view of the sender's buffer, or a copy from another GPU."""
+        self._release()
+        assert self._store is not None, "begin opens the board"
+        number, start, size = self._place(bucket, sender)
+        prefix = f"{self._version}_{sender}"
+        who = f"trainer rank {sender}"
+        self._board.read(
+            self._store,
+            f"ready_{prefix}_{number}",
+            f"{who} did not offer bucket {bucket} of the new weights",
+        )
+        slot = number % 2
+        if (sender, slot) not in self._buffers:
+            note = self._board.read(
+                self._store, f"buffer_{prefix}_{slot}", f"{who} did not share its buffers"
+            )
+            self._buffers[sender, slot] = map_buffer(note, who)
+        message = self._buffers[sender, slot][start : start + size]
+        self._unread = f"read_{prefix}_{number}_{self._receiver}"
+        if message.device != self._device:
+            message = message.to(self._device)
+            self.staging_bytes = max(self.staging_bytes, size)
+        return message
+
+    def _place(self, bucket: int, sender: int) -> tuple[int, int, int]:
+        """(batch of the sender, start, bytes) of the message, as the sender computes them."""
+        if sender not in self._places:
+            outbox = Outbox(self._plan, sender, {})
+            self._places[sender] = {
+                message.bucket: (number, start, message.num_bytes)
+                for number, batch in enumerate(outbox.batches(self._plan.bucket_bytes))
+                for message, start in zip(batch, place(batch)[:-1], strict=True)
+                if message.receiver == self._receiver
+            }
+        if bucket not in self._places[sender]:
+            raise RuntimeError(f"the plan has no message of bucket {bucket} of rank {sender}")
+        return self._places[sender][bucket]
+
+    def _release(self) -> None:
+        """Say that the last message has been used, after the device has."""
+        if self._unread is not None and self._store is not None:
+            torch.cuda.synchronize(self._device)
+            self._store.set(self._unread, "1")
+        self._unread = None
+
+    def end(self) -> None:
+        """Let go of the trainers' buffers."""
+        self._release()
+        self._buffers.clear()
+
+    def close(self) -> None:
+        """Leave the board."""
+        self.end()
+        self._store = None

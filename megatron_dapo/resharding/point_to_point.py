@@ -1,0 +1,336 @@
+"""Messages point to point: gloo for CPU tensors, NCCL for CUDA tensors.
+
+Trainer ranks and the workers of one engine form a process group, trainers first. They meet
+through a file in the run's private directory, so that no port is opened for that and nothing is
+pickled; each engine has its own group, so that one that dies takes no other along. The next batch
+of messages is packed while the last one travels: a rank holds at most two buckets.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dapo.resharding.messages import Message, Outbox
+from megatron_dapo.resharding.transport import UpdatePayload, member_name
+
+if TYPE_CHECKING:
+    from megatron_dapo.resharding.plan import ReshardPlan
+
+LOOPBACK = "127.0.0.1"
+MAGIC = 0x4D44_4150_4F57
+HEADER_BYTES = 32
+"""Before each message: magic number, version, bucket, trainer rank; int64."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the trainers and the workers of one engine find each other."""
+
+    directory: Path
+    replica: int
+    generation: int
+    trainers: int
+    workers: int
+    backend: str
+    """gloo or nccl."""
+    timeout: timedelta
+
+    @property
+    def path(self) -> Path:
+        return self.directory / f"group_{self.replica}_{self.generation}"
+
+    def name(self, rank: int) -> str:
+        """How errors call a member."""
+        return member_name(rank, self.trainers, self.replica)
+
+    def join(self, rank: int) -> dist.ProcessGroup:
+        """The group, once all members are there. Each member calls it.
+
+        Raises:
+            RuntimeError: members that did not come within the timeout, by name.
+        """
+        size = self.trainers + self.workers
+        store = dist.FileStore(str(self.path), size)
+        store.set_timeout(self.timeout)
+        store.set(f"here_{rank}", "1")
+        keys = [f"here_{member}" for member in range(size)]
+        try:
+            store.wait(keys, self.timeout)
+        except dist.DistStoreError as error:
+            missing = [self.name(m) for m, key in enumerate(keys) if not store.check([key])]
+            raise RuntimeError(
+                f"{', '.join(missing)} did not join the transfer of weights within "
+                f"{self.timeout.total_seconds():g} s (resharding.timeout_seconds); look at the log "
+                "of that process"
+            ) from error
+        return self._group(dist.PrefixStore("group", store), rank, size)
+
+    def _group(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+        if self.backend == "nccl":
+            if not dist.is_nccl_available():
+                raise RuntimeError(
+                    "resharding.transport=nccl: this build of torch has no NCCL. Use gloo or files"
+                )
+            from torch.distributed import ProcessGroupNCCL
+
+            nccl = ProcessGroupNCCL.Options()
+            nccl._timeout = self.timeout
+            return ProcessGroupNCCL(store, rank, size, nccl)  # type: ignore[return-value]
+        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        gloo._timeout = self.timeout
+        gloo._devices = [_gloo_device()]
+        try:
+            return dist.ProcessGroupGloo(store, rank, size, gloo)  # type: ignore[return-value]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.name(rank)} could not connect to trainers and workers of engine "
+                f"{self.replica}: {first_line(error)}"
+            ) from error
+
+
+def _gloo_device() -> dist.ProcessGroupGloo.Device:
+    """The interface that the environment names; else loopback, which no other machine reaches."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    return dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
+
+
+def first_line(error: BaseException) -> str:
+    """What happened, without advice of the library below."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+@dataclass
+class _InFlight:
+    """A batch under way: one work for each message and engine."""
+
+    works: list[tuple[dist.Work, Message, Meeting]]
+
+    def wait(self) -> None:
+        for work, message, meeting in self.works:
+            try:
+                work.wait(meeting.timeout)
+            except RuntimeError as error:
+                who = meeting.name(meeting.trainers + message.receiver)
+                raise RuntimeError(
+                    f"{who} did not take bucket {message.bucket} of the new weights within "
+                    f"{meeting.timeout.total_seconds():g} s, or died: {first_line(error)}"
+                ) from error
+
+
+class PointToPointSender:
+    """One trainer rank's sending.
+
+    Args:
+        meetings: one for each engine.
+        device: of the staging buffers: CPU for gloo, this rank's CUDA device for NCCL.
+        bucket_bytes: of the plan; two staging buffers of at most this size exist while sending.
+    """
+
+    def __init__(
+        self, meetings: Sequence[Meeting], rank: int, device: torch.device, bucket_bytes: int
+    ) -> None:
+        self._meetings = list(meetings)
+        self._rank, self._device, self._bucket_bytes = rank, device, bucket_bytes
+        self._groups: dict[int, dist.ProcessGroup] = {}
+        self.staging_bytes = 0
+
+    def prepare(self, version: int, outbox: Outbox) -> None:
+        """Nothing: the engines are told first."""
+
+    def describe(self, payload: UpdatePayload) -> None:
+        """Name the group that each engine joins."""
+        payload["generations"] = [meeting.generation for meeting in self._meetings]
+
+    def send(self, version: int, outbox: Outbox, engines: tuple[int, ...]) -> None:
+        """Send every message to its worker of each engine; joins them on first use.
+
+        Raises:
+            RuntimeError: a worker that did not come, died, or does not take its message in time.
+        """
+        for engine in engines:
+            if engine not in self._groups:
+                self._groups[engine] = self._meetings[engine].join(self._rank)
+        batches = outbox.batches(self._bucket_bytes)
+        room = max((framed_bytes(m.num_bytes for m in batch) for batch in batches), default=0)
+        slots = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in batches[:2]]
+        self.staging_bytes = max(self.staging_bytes, room * len(slots))
+        under_way: deque[_InFlight] = deque()
+        try:
+            for number, batch in enumerate(batches):
+                if len(under_way) == len(slots):
+                    under_way.popleft().wait()
+                under_way.append(self._start(version, outbox, batch, slots[number % 2], engines))
+            while under_way:
+                under_way.popleft().wait()
+        except RuntimeError:
+            self.rejoin(engines)
+            raise
+
+    def _start(
+        self,
+        version: int,
+        outbox: Outbox,
+        batch: Sequence[Message],
+        slot: Tensor,
+        engines: tuple[int, ...],
+    ) -> _InFlight:
+        started = _InFlight([])
+        offset = 0
+        for message in batch:
+            framed = slot[offset : offset + framed_bytes([message.num_bytes])]
+            offset += framed.numel()
+            header = (MAGIC, version, message.bucket, self._rank)
+            framed[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(header))
+            whole = framed[: HEADER_BYTES + message.num_bytes]
+            outbox.pack(message, whole[HEADER_BYTES:])
+            for engine in engines:
+                meeting = self._meetings[engine]
+                to = meeting.trainers + message.receiver
+                try:
+                    work = self._groups[engine].send([whole], to, message.bucket)
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        f"{meeting.name(to)} cannot be sent bucket {message.bucket} of the new "
+                        f"weights: {first_line(error)}"
+                    ) from error
+                started.works.append((work, message, meeting))
+        return started
+
+    def rejoin(self, engines: tuple[int, ...]) -> None:
+        """Leave the groups of these engines; the next payload names new ones."""
+        for engine in engines:
+            self._groups.pop(engine, None)
+            old = self._meetings[engine]
+            self._meetings[engine] = replace(old, generation=old.generation + 1)
+
+    def acknowledged(self, version: int) -> None:
+        """Nothing is kept of any version."""
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self._groups.clear()
+
+
+def framed_bytes(sizes: Iterable[int]) -> int:
+    """Room for messages with their headers, each aligned to 8 bytes."""
+    return sum(HEADER_BYTES + size + -size % 8 for size in sizes)
+
+
+class PointToPointReceiver:
+    """One engine worker's receiving: the next bucket travels while one is unpacked.
+
+    Args:
+        meeting: of this engine; its generation comes with each update.
+        receiver: this worker's tensor rank.
+        device: of the messages.
+    """
+
+    def __init__(
+        self, plan: ReshardPlan, meeting: Meeting, receiver: int, device: torch.device
+    ) -> None:
+        self._plan, self._meeting = plan, meeting
+        self._receiver, self._device = receiver, device
+        self._group: dist.ProcessGroup | None = None
+        self._version = -1
+        self._slots: list[Tensor] = []
+        self._expected: deque[tuple[int, int, Tensor, dist.Work]] = deque()
+        self._asked = 0
+        self.staging_bytes = 0
+        self._sizes = [
+            {
+                sender: plan.message_bytes(bucket, sender, receiver)
+                for sender in plan.senders_of(bucket, receiver)
+            }
+            for bucket in range(plan.num_buckets)
+        ]
+
+    def begin(self, payload: UpdatePayload) -> None:
+        """Join the trainers, on first use or after a failure, and ask for the first buckets.
+
+        Raises:
+            RuntimeError: trainers that did not join within the timeout, by name.
+        """
+        self.end()
+        generation = payload["generations"][self._meeting.replica]
+        if self._group is None or generation != self._meeting.generation:
+            self._group = None
+            self._meeting = replace(self._meeting, generation=generation)
+            self._group = self._meeting.join(self._meeting.trainers + self._receiver)
+        self._version = payload["policy_version"]
+        room = max((framed_bytes(sizes.values()) for sizes in self._sizes), default=0)
+        self._slots = [
+            torch.empty(room, dtype=torch.uint8, device=self._device) for _ in self._sizes[:2]
+        ]
+        self.staging_bytes = max(self.staging_bytes, room * len(self._slots))
+        for bucket in range(len(self._slots)):
+            self._ask_for(bucket)
+
+    def _ask_for(self, bucket: int) -> None:
+        assert self._group is not None, "begin joins before it asks"
+        slot, offset = self._slots[bucket % 2], 0
+        for sender, size in self._sizes[bucket].items():
+            whole = slot[offset : offset + HEADER_BYTES + size]
+            offset += framed_bytes([size])
+            try:
+                work = self._group.recv([whole], sender, bucket)
+            except RuntimeError as error:
+                raise self._lost(bucket, sender, error) from error
+            self._expected.append((bucket, sender, whole, work))
+        self._asked = bucket + 1
+
+    def receive(self, bucket: int, sender: int) -> Tensor:
+        """One message: a view of a staging buffer."""
+        while not self._expected and self._asked <= bucket < len(self._sizes):
+            self._ask_for(self._asked)
+        due = self._expected[0][:2] if self._expected else None
+        if due != (bucket, sender):
+            raise RuntimeError(
+                f"(bucket, trainer rank) {bucket, sender} is asked for, next is {due}: messages "
+                "are taken in plan order, each once"
+            )
+        if self._asked == bucket + 1 < len(self._sizes):
+            self._ask_for(self._asked)  # into the slot of the bucket before, which is done with
+        _, _, whole, work = self._expected.popleft()
+        try:
+            work.wait(self._meeting.timeout)
+        except RuntimeError as error:
+            raise self._lost(bucket, sender, error) from error
+        found = tuple(whole[:HEADER_BYTES].view(torch.int64).tolist())
+        if found != (MAGIC, self._version, bucket, sender):
+            raise RuntimeError(
+                f"a message says version {found[1]}, bucket {found[2]}, trainer rank {found[3]}; "
+                f"expected are version {self._version}, bucket {bucket}, trainer rank {sender}"
+            )
+        return whole[HEADER_BYTES:]
+
+    def _lost(self, bucket: int, sender: int, error: RuntimeError) -> RuntimeError:
+        self._group = None  # gloo closes a connection that timed out
+        return RuntimeError(
+            f"bucket {bucket} of the new weights did not come from {self._meeting.name(sender)} "
+            f"within {self._meeting.timeout.total_seconds():g} s, or it died: {first_line(error)}"
+        )
+
+    def end(self) -> None:
+        """Release the staging buffers; a group with messages under way is left."""
+        if self._expected:
+            self._group = None
+        self._expected.clear()
+        self._slots = []
+        self._asked = 0
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.end()
+        self._group = None
