@@ -56,7 +56,7 @@ def dry_run(config: RunConfig) -> int:
     _show_config(console, config)
     _show_ranks(console, config)
     _show_batches(console, config)
-    _show_memory(console, config, shape)
+    show_memory(console, config, shape)
     for remark in remarks(config):
         console.print(f"note: {remark}", markup=False, highlight=False)
     if elsewhere:
@@ -115,7 +115,8 @@ def _show_batches(console: Console, config: RunConfig) -> None:
         console.print(line, markup=False)
 
 
-def _show_memory(console: Console, config: RunConfig, shape: ModelShape) -> None:
+def show_memory(console: Console, config: RunConfig, shape: ModelShape) -> None:
+    """Print what a rank of every stage and of an engine holds."""
     console.rule("memory of a rank at its peak, GiB (estimate)")
     table = Table("stage", "parameters", *_PARTS, "total")
     for stage in range(config.parallel.pipeline):

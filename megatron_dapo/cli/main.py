@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_plan(commands)
     _add_convert(commands)
     _add_export(commands)
     _add_report(commands)
@@ -55,6 +56,14 @@ def _add_train(commands: Commands[argparse.ArgumentParser]) -> None:
         help="resolve, check, print ranks, batches and memory; build nothing",
     )
     parser.set_defaults(run=_train)
+
+
+def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("plan", help="what a weight update moves, and memory of each rank")
+    parser.add_argument("config", type=Path, help="YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--json", action="store_true", help="bytes of every rank, for programs")
+    parser.set_defaults(run=_plan)
 
 
 def _add_convert(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -95,6 +104,12 @@ def _train(options: argparse.Namespace) -> int:
     from megatron_dapo.cli.launch import launch_training
 
     return launch_training(config)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from megatron_dapo.cli.plan import plan_main
+
+    return plan_main(options)
 
 
 def _convert(options: argparse.Namespace) -> int:

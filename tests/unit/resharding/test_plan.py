@@ -52,10 +52,7 @@ def plan_of(case: Case) -> ReshardPlan:
 
 def box_of(value: Tensor, box: Box) -> Tensor:
     """A view of a tensor seen as a matrix; fused experts are experts * rows."""
-    if value.dim() == 1:
-        matrix = value.view(-1, 1)
-    else:
-        matrix = value.view(-1, value.shape[-1])
+    matrix = value.view(-1, value.shape[-1] if value.dim() > 1 else 1)
     assert box.rows > 0 and box.cols > 0, box
     assert box.row + box.rows <= matrix.shape[0], box
     assert box.col + box.cols <= matrix.shape[1], box

@@ -1,0 +1,73 @@
+"""`megatron-dapo plan` prints what an update moves, without weights and without a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.main import main
+from tests.conftest import REPOSITORY
+from tests.unit.cli.test_dry_run import SHIPPED
+from tests.unit.config.runs import write_run
+
+
+@pytest.fixture(autouse=True)
+def shipped_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("MODEL", raising=False)
+    monkeypatch.chdir(REPOSITORY)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", SHIPPED)
+def test_every_shipped_configuration_has_a_plan(
+    file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(plan(capsys, file).split())
+    assert "1.000 of the lower bound" in text
+    assert "straight into the engines' parameters, all of them" in text
+    assert "memory of a rank at its peak" in text
+
+
+def test_the_32b_update_is_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
+    text = " ".join(plan(capsys, "examples/qwen32b/dapo.yaml", "rollout.engine_tensor=2").split())
+    assert "128 trainer ranks -> 2 engine(s) of 2 rank(s), bfloat16, transport cuda_ipc" in text
+    assert "128 of 128 ranks send" in text
+    assert "buckets: 123 of 512 MiB; either side holds at most two beside its model, 1.000" in text
+    assert "0-63" in text and "64-127" in text
+
+
+def test_programs_get_the_bytes_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("examples/qwen3_30b_a3b/gspo.yaml", "resharding.bucket_mib=64", "--json")
+    found = json.loads(plan(capsys, *arguments))
+    sent = [found["bytes_by_sender"][str(rank)] for rank in range(32)]
+    received = [found["bytes_by_receiver"][str(rank)] for rank in range(8)]
+    assert sum(sent) == sum(received) == found["bytes_moved"] == found["lower_bound"]
+    assert max(sent) <= 1.1 * min(sent)
+    assert found["memory_bound"] == 2 * 64 * 2**20
+    # Keys and values of 4 heads fit 4 ranks, so an engine owns each weight once; norms, their
+    # copies for heads and the routers are on every rank.
+    copied = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048
+    assert found["bytes_moved"] == 2 * 2 * (30_532_122_624 + 3 * copied)
+
+
+def test_few_ranks_are_listed_one_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_run(tmp_path)
+    lines = plan(capsys, str(config), "device=cpu").splitlines()
+    assert any("transport files" in line for line in lines)
+    assert any(line.split()[1:4] == ["0", "│", "0"] for line in lines if line.startswith("│"))
+
+
+def test_a_layout_that_the_model_does_not_fit_is_bad_configuration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "examples/qwen32b/dapo.yaml", "rollout.engine_tensor=7"]) == 78
+    assert "rollout.engine_tensor=7" in capsys.readouterr().err
