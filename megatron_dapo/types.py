@@ -16,6 +16,8 @@ from typing import Literal
 from torch import Tensor
 
 FinishReason = Literal["stop", "length", "abort"]
+VersionSpans = tuple[tuple[int, int], ...]
+"""(index of the first token, policy version) of each run of tokens that one version sampled."""
 NO_LABEL = -100
 """Label of a position that predicts nothing: the last of a sequence, or padding."""
 
@@ -47,10 +49,12 @@ class Response:
     """One per token of `token_ids`: the engine's log-prob under the sampling distribution."""
     finish_reason: FinishReason
     policy_version: int
-    """Weights that the first token was sampled from."""
+    """Weights that sampled it; the oldest, where an update came in between."""
     seed: int
     text: str = ""
     """Decoded for graders and humans; never re-encoded."""
+    version_spans: VersionSpans = ()
+    """Which tokens came from which weights; more than one span: an update came in between."""
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.rollout_logprobs):

@@ -274,4 +274,5 @@ def sample_row(step: int, group: Group, response: Response, reward: Reward) -> d
         "response_tokens": len(response.token_ids),
         "finish_reason": response.finish_reason,
         "policy_version": response.policy_version,
+        "version_spans": [list(span) for span in response.version_spans],
     }

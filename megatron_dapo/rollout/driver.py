@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import cast
 
 from pydantic import JsonValue
 
 from megatron_dapo.config import RunConfig
 from megatron_dapo.data.prompts import PromptStream
 from megatron_dapo.reward.grade import grade_response, grading_errors
+from megatron_dapo.rollout.dispatch import gather_or_cancel
+from megatron_dapo.rollout.fleet import Device, EngineFleet
 from megatron_dapo.rollout.inputs import RolloutInputs
+from megatron_dapo.rollout.probe import Probe, probe_of, probe_request
 from megatron_dapo.rollout.sampler import (
     Grade,
     RolloutStep,
@@ -22,19 +24,17 @@ from megatron_dapo.rollout.sampler import (
     collect_groups,
     generate_all,
 )
-from megatron_dapo.rollout.server_options import server_options
-from megatron_dapo.rollout.vllm_engine import VllmEngine
-from megatron_dapo.rollout.vllm_server import VllmServer
+from megatron_dapo.rollout.weight_update import Digests
 from megatron_dapo.types import Group
 
 logger = logging.getLogger(__name__)
 
-Device = Literal["cpu", "cuda"]
-ResultT = TypeVar("ResultT")
-
 
 class RolloutDriver:
-    """Owns engines and the order of prompts. Every method blocks; use it from one thread.
+    """Owns engines and the order of prompts.
+
+    Every method blocks, but for the start of an update. While one thread is in `collect`, another
+    may update the engines; nothing else may overlap.
 
     Args:
         config: of the run.
@@ -46,14 +46,6 @@ class RolloutDriver:
 
     def __init__(self, config: RunConfig, *, device: Device) -> None:
         self._config = config
-        self._sleep_mode = (
-            device == "cuda"
-            and config.rollout.placement == "colocated"
-            and not config.rollout.endpoints
-        )
-        self._servers = _servers(config, device)
-        self._engines: list[VllmEngine] = []
-        self._loop = asyncio.Runner()
         inputs = RolloutInputs.read(config)
         self._decode = inputs.tokenizer.decode
         self._stop_ids = inputs.stop_token_ids
@@ -65,15 +57,13 @@ class RolloutDriver:
             max_response_tokens=config.rollout.max_response_tokens,
             plugin=inputs.plugin,
         )
+        self._probe_prompt = inputs.train.prompts[0].token_ids
+        self._fleet = EngineFleet(config, device)
         logger.info("generation stops at token ids %s", list(self._stop_ids))
 
     def start(self) -> None:
         """Start our engines. Returns at once, except where they must first give up the device."""
-        for server in self._servers:
-            server.start()
-        if self._sleep_mode:
-            self.wait_ready()
-            self._run(self._sleep())
+        self._fleet.start()
 
     def wait_ready(self) -> None:
         """Block until every engine answers.
@@ -81,16 +71,13 @@ class RolloutDriver:
         Raises:
             EngineStartError: one of them ended or took too long.
         """
-        if not self._engines:
-            for server in self._servers:
-                server.wait_ready()
-            self._run(self._connect())
+        self._fleet.wait_ready()
 
     def collect(self, step: int, policy_version: int) -> RolloutStep:
         """The groups that `step` trains on, sampled from weights `policy_version`."""
-        rollout = self._run(
+        rollout = self._fleet.run(
             collect_groups(
-                self._engines,
+                self._fleet.engines,
                 self._prompts.take,
                 self._grade,
                 self._decode,
@@ -104,7 +91,7 @@ class RolloutDriver:
         )
         rollout.metrics["reward/errors"] = float(grading_errors(rollout.generated))
         rollout.metrics["data/epoch"] = float(self._prompts.epoch)
-        self._run(self._sleep())
+        self._fleet.sleep()
         return rollout
 
     def sample_heldout(self, step: int, policy_version: int) -> list[Group]:
@@ -121,9 +108,9 @@ class RolloutDriver:
             policy_version=policy_version,
             purpose="evaluate",
         )
-        answers = self._run(
+        answers = self._fleet.run(
             generate_all(
-                self._engines,
+                self._fleet.engines,
                 self._heldout,
                 self._decode,
                 plan,
@@ -139,15 +126,77 @@ class RolloutDriver:
             for prompt, responses in zip(self._heldout, answers, strict=True)
         ]
 
+    def remove_when_orphaned(self, directory: Path) -> None:
+        """Have `directory` (published weights) removed should this process be killed."""
+        self._fleet.remove_when_orphaned(directory)
+
+    def start_update(
+        self,
+        infos: Sequence[Mapping[str, object]],
+        payload: Mapping[str, object],
+        policy_version: int,
+    ) -> None:
+        """First half of an update: every engine pauses and starts to take weights.
+
+        Returns at once. `finish_update` says whether it went well.
+
+        Args:
+            infos: where each engine gets weights from, in order of the engines.
+            payload: description of this update, the same for all.
+            policy_version: that the engines will serve.
+        """
+        self._fleet.start_update(infos, payload, policy_version)
+
+    def finish_update(self, expected_digests: Sequence[Digests] | None) -> tuple[Probe, ...]:
+        """Second half: wait for the weights, prove them, let the engines go on, and probe each.
+
+        Args:
+            expected_digests: by tensor-parallel rank of an engine, parameter -> digest; None: the
+                transport brings none.
+
+        Returns:
+            What each engine sampled as a probe, for `check_probes`; () with
+            resharding.probe_tokens=0.
+
+        Raises:
+            EngineError: an engine failed, or holds other weights than were sent; none of the
+                engines is used any more and the run has to stop.
+        """
+        policy_version = self._fleet.finish_update(expected_digests)
+        return self._fleet.run(self._probe(policy_version))
+
+    def restart(
+        self,
+        index: int,
+        info: Mapping[str, object],
+        payload: Mapping[str, object],
+        policy_version: int,
+        expected_digests: Sequence[Digests] | None = None,
+    ) -> None:
+        """A fresh engine in place of `index`: it gets the current weights before any request.
+
+        Raises:
+            EngineStartError: it does not come up.
+            EngineError: its update failed; it is not used.
+        """
+        self._fleet.restart(index, info, payload, policy_version, expected_digests)
+
+    @property
+    def update_reports(self) -> list[list[dict[str, JsonValue]]]:
+        """What each worker of each engine says of the last update; [] without digests."""
+        return self._fleet.reports
+
     def update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
-        """Every engine loads the published weights; none generates in between.
+        """Every engine loads one published file; none generates in between.
 
         Raises:
             EngineError: an engine failed; the run has to stop.
         """
-        for server in self._servers:
-            server.remove_when_orphaned(Path(str(payload["path"])).parent)
-        self._run(self._update_weights(payload, policy_version))
+        directory = Path(str(payload["path"])).parent
+        self.remove_when_orphaned(directory)
+        infos = [{"directory": str(directory)}] * len(self._fleet)
+        self._fleet.start_update(infos, payload, policy_version)
+        self._fleet.finish_update(None)
 
     def state_dict(self) -> dict[str, JsonValue]:
         """Position in the prompt order, as JSON."""
@@ -159,62 +208,19 @@ class RolloutDriver:
 
     def close(self) -> None:
         """Release connections and end our servers, whatever state they are in."""
-        try:
-            self._run(self._disconnect())
-            self._loop.close()
-        finally:
-            for server in self._servers:
-                server.stop()
+        self._fleet.close()
 
-    def _run(self, work: Coroutine[object, object, ResultT]) -> ResultT:
-        return self._loop.run(work)
-
-    async def _connect(self) -> None:
-        labels = {server.endpoint: server.label for server in self._servers}
-        self._engines = [
-            VllmEngine(
-                endpoint,
-                label=labels.get(endpoint, endpoint),
-                request_timeout_seconds=self._config.rollout.request_timeout_seconds,
-                sleep_mode=self._sleep_mode,
+    async def _probe(self, policy_version: int) -> tuple[Probe, ...]:
+        if self._config.resharding.probe_tokens == 0:
+            return ()
+        engines = self._fleet.engines
+        requests = [
+            probe_request(
+                self._probe_prompt, self._config, policy_version=policy_version, engine=index
             )
-            for endpoint in self._config.rollout.endpoints or labels
+            for index in range(len(engines))
         ]
-
-    async def _disconnect(self) -> None:
-        await asyncio.gather(*(engine.close() for engine in self._engines))
-
-    async def _sleep(self) -> None:
-        await asyncio.gather(*(engine.sleep() for engine in self._engines))
-
-    async def _update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
-        async def update(engine: VllmEngine) -> None:
-            await engine.wake_up("weights")
-            await engine.update_weights(payload, policy_version)
-            await engine.wake_up("kv_cache")
-
-        await asyncio.gather(*(update(engine) for engine in self._engines))
-
-
-def _servers(config: RunConfig, device: Device) -> list[VllmServer]:
-    """Our own engines, not started; none where the configuration names running ones."""
-    if config.rollout.endpoints:
-        return []
-    return [
-        VllmServer(
-            server_options(
-                config, index, device=device, visible_devices=_devices(config, device, index)
-            )
+        results = await gather_or_cancel(
+            [engine.generate(asked) for engine, asked in zip(engines, requests, strict=True)]
         )
-        for index in range(config.rollout.engines)
-    ]
-
-
-def _devices(config: RunConfig, device: Device, index: int) -> tuple[int, ...]:
-    """CUDA devices of one engine: among the trainers' own, or after them."""
-    if device == "cpu":
-        return ()
-    colocated = config.rollout.placement == "colocated"
-    first = index * config.rollout.engine_tensor
-    first += 0 if colocated else config.parallel.world_size
-    return tuple(range(first, first + config.rollout.engine_tensor))
+        return tuple(map(probe_of, requests, results))

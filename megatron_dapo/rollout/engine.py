@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_dapo.types import FinishReason
+from megatron_dapo.types import FinishReason, VersionSpans
 
 
 class EngineError(RuntimeError):
@@ -43,8 +42,10 @@ class GenerationResult:
     logprobs: tuple[float, ...]
     """One for each of `token_ids`."""
     finish_reason: FinishReason
+    version_spans: VersionSpans
+    """Weights that sampled each part of `token_ids`: (first token, version), in order."""
     policy_version: int
-    """Weights that the first token was sampled from; 0: those the engine started with."""
+    """The oldest of them; without tokens, what the engine serves. 0: what it started with."""
 
 
 class Engine(Protocol):
@@ -55,15 +56,7 @@ class Engine(Protocol):
 
         Raises:
             EngineUnavailable: the engine does not answer.
-            EngineError: it refuses the request.
-        """
-        ...
-
-    async def update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
-        """Load published weights; afterwards every token comes from them alone.
-
-        Raises:
-            EngineError: the update failed; the engine must not generate any more.
+            EngineError: it refuses the request, or answered from weights that it should not have.
         """
         ...
 

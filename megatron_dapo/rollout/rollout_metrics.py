@@ -37,6 +37,7 @@ def rollout_metrics(generated: Sequence[Group], selection: Selection) -> dict[st
         "response_length/p95": np.percentile(lengths, 95).item(),
         "response_length/clip_ratio": _share(r.finish_reason == "length" for r in responses),
         "response/aborted_ratio": _share(r.finish_reason == "abort" for r in responses),
+        "rollout/mixed_version_responses": float(sum(len(r.version_spans) > 1 for r in responses)),
         "prompt_length/mean": float(np.mean([len(g.prompt.token_ids) for g in generated])),
     }
     return metrics | _reward_metrics(generated)

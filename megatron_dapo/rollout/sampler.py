@@ -55,7 +55,7 @@ class SamplingPlan:
     seed: int
     step: int
     policy_version: int
-    """What the engines must be serving."""
+    """What the engines must be serving, at least."""
     purpose: Purpose = "train"
 
     def request(self, prompt: Prompt, event: int, sample: int) -> GenerationRequest:
@@ -102,7 +102,7 @@ async def collect_groups(
     Raises:
         NotEnoughGroups: `sampling.max_rounds` were not enough, and `sampling.when_short` is stop
             (or not one group was found).
-        RuntimeError: an engine serves other weights than `policy_version`.
+        RuntimeError: an engine serves older weights than `policy_version`.
         EngineError: an engine failed for good.
     """
     plan = SamplingPlan(
@@ -160,7 +160,7 @@ async def generate_all(
     """`plan.group_size` responses of each prompt, in the order of `prompts` (evaluation).
 
     Raises:
-        RuntimeError: an engine serves other weights than `plan.policy_version`.
+        RuntimeError: an engine serves older weights than `plan.policy_version`.
         EngineError: an engine failed for good.
     """
     dispatcher = Dispatcher(engines, max_concurrent)
@@ -223,7 +223,7 @@ async def _sample(
     """One response, not decoded yet."""
     request = plan.request(prompt, event, index)
     result = await dispatcher.generate(request)
-    if result.token_ids and result.policy_version != plan.policy_version:
+    if result.policy_version < plan.policy_version:  # newer: an update came meanwhile
         raise RuntimeError(
             f"a response of step {plan.step} came from policy version {result.policy_version}, "
             f"expected {plan.policy_version}; update the weights of every engine before sampling"
@@ -234,6 +234,7 @@ async def _sample(
         token_ids=result.token_ids,
         rollout_logprobs=result.logprobs,
         finish_reason=result.finish_reason,
-        policy_version=plan.policy_version,
+        policy_version=result.policy_version,
         seed=request.seed,
+        version_spans=result.version_spans,
     )

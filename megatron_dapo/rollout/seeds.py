@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Literal
 
-Purpose = Literal["train", "evaluate"]
+Purpose = Literal["train", "evaluate", "probe"]
 
 
 def sample_seed(

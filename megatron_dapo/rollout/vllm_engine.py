@@ -1,38 +1,30 @@
-"""Client of one vLLM server: token ids in, token ids and log-probs out, weights by file."""
+"""Client of one vLLM server: token ids in, token ids and log-probs out, and whose weights."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
-import httpx
 import pydantic
+from pydantic import JsonValue
 
-from megatron_dapo.rollout.engine import (
-    EngineError,
-    EngineUnavailable,
-    GenerationRequest,
-    GenerationResult,
-)
+from megatron_dapo.rollout.engine import EngineError, GenerationRequest, GenerationResult
+from megatron_dapo.rollout.engine_http import EngineHttp
 from megatron_dapo.rollout.server_options import SERVED_NAME
-from megatron_dapo.types import FinishReason
+from megatron_dapo.rollout.weight_update import (
+    Digests,
+    InFlight,
+    load_weights,
+    release_weights,
+    served_stamp,
+    verify_weights,
+    version_number,
+)
+from megatron_dapo.types import FinishReason, VersionSpans
 
 logger = logging.getLogger(__name__)
-
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
-ATTEMPTS = 5
-FIRST_BACKOFF_SECONDS = 0.2
-CONNECT_SECONDS = 10.0
-KEEP_ALIVE_SECONDS = 2.0
-"""Idle connections are given up before the server (after 5 s) closes them under a request."""
-INITIAL_VERSION = "default"
-"""What vLLM calls the weights that it started with."""
-
-
-AnswerT = TypeVar("AnswerT", bound=pydantic.BaseModel)
 
 
 class _TokenLogprob(pydantic.BaseModel):
@@ -45,6 +37,7 @@ class _Logprobs(pydantic.BaseModel):
 
 class _VersionSpan(pydantic.BaseModel):
     version: str
+    start: int
 
 
 class _Choice(pydantic.BaseModel):
@@ -60,41 +53,13 @@ class _GenerateResponse(pydantic.BaseModel):
     choices: list[_Choice] = pydantic.Field(min_length=1, max_length=1)
 
 
-class _WeightInfo(pydantic.BaseModel):
-    weight_version: str
-
-
-class _ResetAnswer(pydantic.BaseModel):
-    success: bool
-
-
-def open_transport(endpoint: str) -> tuple[httpx.AsyncBaseTransport, str]:
-    """Transport and base URL of `unix:/path` or `http://127.0.0.1:port`.
-
-    Raises:
-        ValueError: any other address. vLLM's control routes have no authentication, so an engine
-            that can be reached from another machine could be given other weights by anyone.
-    """
-    limits = httpx.Limits(
-        max_connections=None,
-        max_keepalive_connections=None,
-        keepalive_expiry=KEEP_ALIVE_SECONDS,
-    )
-    if endpoint.startswith("unix:/"):
-        uds = endpoint.removeprefix("unix:")
-        return httpx.AsyncHTTPTransport(uds=uds, limits=limits), "http://engine"
-    url = httpx.URL(endpoint)
-    if url.scheme == "http" and url.host in LOOPBACK_HOSTS and url.port is not None:
-        return httpx.AsyncHTTPTransport(limits=limits), endpoint.rstrip("/")
-    raise ValueError(
-        f"rollout.endpoints: {endpoint!r} is neither unix:/path nor http://127.0.0.1:port. vLLM's "
-        "weight routes have no authentication; bring a remote engine to this machine through an "
-        "SSH tunnel or a shared unix socket"
-    )
-
-
 class VllmEngine:
     """`Engine` over HTTP. Create and use it inside one event loop.
+
+    It generates only from weights that it installed itself: an engine that has none yet, was
+    restarted, or was changed by someone else, is an error and not an answer. An update is
+    `load`, `verify`, `release`; requests that come meanwhile wait for its end. Once one of the
+    three fails, every later call and every request that still runs ends in an `EngineError`.
 
     Args:
         endpoint: unix:/path or http://127.0.0.1:port.
@@ -102,6 +67,8 @@ class VllmEngine:
         request_timeout_seconds: longest wait for one answer.
         sleep_mode: the server was started with --enable-sleep-mode; without it `sleep` and
             `wake_up` do nothing (CPU, or the engine has its own devices).
+        in_flight: requests that run when an update comes finish on the old weights ("wait"), or
+            go on with the new ones and carry both versions ("keep").
     """
 
     def __init__(
@@ -111,173 +78,198 @@ class VllmEngine:
         label: str = "",
         request_timeout_seconds: float = 3600.0,
         sleep_mode: bool = False,
+        in_flight: InFlight = "wait",
     ) -> None:
-        transport, base_url = open_transport(endpoint)
         self.endpoint = endpoint
         self.label = label or endpoint
         self.sleep_mode = sleep_mode
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            base_url=base_url,
-            timeout=httpx.Timeout(request_timeout_seconds, connect=CONNECT_SECONDS),
-            trust_env=False,
-        )
-        self._in_flight = 0
-        self._weights_directory: Path | None = None
-        self._broken = False
+        self.in_flight = in_flight
+        self._http = EngineHttp(endpoint, label=self.label, timeout_seconds=request_timeout_seconds)
+        self._init_info: Mapping[str, object] | None = None
+        self._installed: list[str] = []
+        """Stamps of the weights that this client brought in, the current one last."""
+        self._running: set[asyncio.Task[_GenerateResponse]] = set()
+        self._serving = asyncio.Event()
+        self._serving.set()
+        self._failure: str | None = None
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Sample one response; the same request may be sent again after a lost connection."""
+        """Sample one response; the same request may be sent again after a lost connection.
+
+        Raises:
+            EngineError: also when tokens come from weights that this client did not install, or
+                from older ones than it was serving when the request was sent.
+        """
+        await self._serving.wait()
         self._check_usable()
-        body = {
-            "request_id": request.request_id,
-            "model": SERVED_NAME,
-            "token_ids": request.prompt_token_ids,
-            "sampling_params": {
-                "seed": request.seed,
-                "temperature": request.temperature,
-                "top_p": request.top_p,
-                "top_k": request.top_k,
-                "max_tokens": request.max_tokens,
-                "stop_token_ids": request.stop_token_ids,
-                "ignore_eos": True,  # only `stop_token_ids` count, not the model folder's
-                "logprobs": 0,  # of the sampled token, no alternatives
-                "detokenize": False,
-            },
-        }
-        self._in_flight += 1
-        try:
-            answer = await self._send("POST", "/inference/v1/generate", body, repeatable=True)
-        finally:
-            self._in_flight -= 1
-        choice = self._parse(_GenerateResponse, answer).choices[0]
+        if not self._installed:
+            raise EngineError(
+                f"{self.label} has no weights of this run yet; update it before the first request"
+            )
+        current = len(self._installed) - 1
+        choice = (await self._generate(_request_body(request))).choices[0]
+        allowed = self._installed[current:]
+        spans = self._version_spans(choice, allowed)
+        versions = [version for _, version in spans] or [version_number(allowed[-1])]
         return GenerationResult(
             token_ids=tuple(choice.token_ids),
             logprobs=tuple(entry.logprob for entry in choice.logprobs.content),
             finish_reason=choice.finish_reason,
-            policy_version=self._first_version(choice),
+            version_spans=spans,
+            policy_version=min(versions),
         )
 
-    async def update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
-        """Replace the weights: pause, load, finish, forget cached prompts, stamp, resume.
+    async def load(self, init_info: Mapping[str, object], payload: Mapping[str, object]) -> None:
+        """First third of an update: pause and bring the new weights in.
 
-        The directory of the first payload is the only one that the engine ever reads from.
-
-        Raises:
-            RuntimeError: requests of this client are still running.
-            EngineError: a step failed. Half of the weights may be new, so the engine refuses
-                every later call; the run has to stop.
+        Args:
+            init_info: of /init_weight_transfer_engine; told once, and again when it changes.
+            payload: of /update_weights.
         """
         self._check_usable()
-        if self._in_flight:
-            raise RuntimeError(
-                f"weight update of {self.label} while {self._in_flight} of its requests are "
-                "running; wait for the whole rollout first"
-            )
-        if self._weights_directory is None:
-            await self._allow_directory(Path(str(payload["path"])).parent)
-        self._broken = True
-        await self._send("POST", "/pause?mode=wait&clear_cache=false")
-        await self._send("POST", "/start_weight_update")
-        await self._send("POST", "/update_weights", {"update_info": dict(payload)})
-        await self._send("POST", "/finish_weight_update", {"weight_version": None})
-        await self._reset_prefix_cache()
-        await self._send("POST", "/update_weight_version", {"new_version": str(policy_version)})
-        found = await self.weight_version()
-        if found != policy_version:
-            raise EngineError(
-                f"{self.label} serves weight version {found} after the update to version "
-                f"{policy_version}; is another run using this engine?"
-            )
-        await self._send("POST", "/resume")
-        self._broken = False
+        if not self._serving.is_set():
+            raise RuntimeError(f"{self.label} is already being updated; finish that first")
+        self._serving.clear()
+        told = None if init_info == self._init_info else init_info
+        with self._phase("loading"):
+            await load_weights(self._http, told, payload, self.in_flight)
+        self._init_info = dict(init_info)
+
+    async def verify(self, expected: Sequence[Digests] | None) -> list[dict[str, JsonValue]]:
+        """Second third: the engine finishes, and its digests must be the `expected` ones.
+
+        Returns:
+            Report of each tensor-parallel rank; [] without digests.
+        """
+        self._check_updating()
+        with self._phase("verifying"):
+            return await verify_weights(self._http, expected)
+
+    async def release(self, policy_version: int) -> None:
+        """Last third: old caches go, the version is stamped, requests go on."""
+        self._check_updating()
+        with self._phase("releasing"):
+            # Installed before it resumes: answers may come before this returns.
+            self._installed.append(str(policy_version))
+            await release_weights(self._http, policy_version, self.in_flight)
+        self._serving.set()
+
+    async def update(
+        self,
+        init_info: Mapping[str, object],
+        payload: Mapping[str, object],
+        policy_version: int,
+        expected: Sequence[Digests] | None = None,
+    ) -> list[dict[str, JsonValue]]:
+        """A whole update of this engine alone; returns what `verify` does."""
+        await self.load(init_info, payload)
+        reports = await self.verify(expected)
+        await self.release(policy_version)
+        return reports
+
+    async def adopt(self) -> int:
+        """Take the weights that the engine serves now for installed; returns their version.
+
+        For tools that sample from a server as it is. A run never does this.
+        """
+        self._installed = [await served_stamp(self._http)]
+        return version_number(self._installed[0])
+
+    def give_up(self, reason: str) -> None:
+        """Never use this engine again, and end the requests that still wait for it.
+
+        Called when its update cannot be completed: it stays paused, so they would never end.
+        """
+        if self._failure is None:
+            self._failure = reason
+        self._serving.set()
+        for task in self._running:
+            task.cancel()
 
     async def weight_version(self) -> int:
         """Version of the weights that the engine serves; 0: those it started with."""
-        answer = await self._send("GET", "/weight_info", repeatable=True)
-        return _version_number(self._parse(_WeightInfo, answer).weight_version)
+        return version_number(await served_stamp(self._http))
 
     async def sleep(self) -> None:
         """Free the device: weights and cache are dropped. The next weights must be a full set."""
         if self.sleep_mode:
-            await self._send("POST", "/sleep?level=2&mode=wait")
+            await self._http.send("POST", "/sleep?level=2&mode=wait")
 
     async def wake_up(self, *tags: str) -> None:
         """Take device memory again. "weights" before, "kv_cache" after the weight update, so that
         the cache is not there yet while the weights arrive."""
         if self.sleep_mode:
-            await self._send("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+            await self._http.send("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._http.close()
 
-    async def _allow_directory(self, directory: Path) -> None:
-        init_info = {"directory": str(directory)}
-        await self._send("POST", "/init_weight_transfer_engine", {"init_info": init_info})
-        self._weights_directory = directory
-
-    async def _reset_prefix_cache(self) -> None:
-        """Keys and values of the old weights must not meet the new ones."""
-        answer = await self._send("POST", "/reset_prefix_cache")
-        if not self._parse(_ResetAnswer, answer).success:
-            raise EngineError(
-                f"{self.label} could not reset its prefix cache after a weight update: "
-                "requests of someone else still hold blocks of it"
-            )
-
-    async def _send(
-        self, method: str, path: str, body: object = None, *, repeatable: bool = False
-    ) -> httpx.Response:
-        """One exchange. `repeatable`: also try again when the connection broke half-way."""
-        retried: tuple[type[httpx.TransportError], ...] = (httpx.ConnectError,)
-        if repeatable:
-            retried = (httpx.NetworkError, httpx.RemoteProtocolError)
-        for attempt in range(ATTEMPTS):
-            if attempt:
-                await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
-            try:
-                answer = await self._client.request(method, path, json=body)
-            except retried as error:
-                failure: httpx.TransportError = error
-                logger.warning("%s %s: %r, attempt %d", self.label, path, error, attempt + 1)
-                continue
-            except httpx.TransportError as error:
-                raise EngineUnavailable(
-                    f"{self.label} did not answer {method} {path}: {error!r}"
-                ) from error
-            if answer.is_success:
-                return answer
-            raise EngineError(
-                f"{self.label} answered {answer.status_code} to {method} {path}: "
-                f"{answer.text[:2000]}"
-            )
-        raise EngineUnavailable(
-            f"{self.label} cannot be reached for {method} {path} after {ATTEMPTS} attempts: "
-            f"{failure!r}. The engine's log says why"
-        ) from failure
-
-    def _parse(self, model: type[AnswerT], answer: httpx.Response) -> AnswerT:
+    async def _generate(self, body: Mapping[str, object]) -> _GenerateResponse:
+        path = "/inference/v1/generate"
+        task = asyncio.ensure_future(
+            self._http.ask(_GenerateResponse, "POST", path, body, repeatable=True)
+        )
+        self._running.add(task)
         try:
-            return model.model_validate_json(answer.content)
-        except pydantic.ValidationError as error:
-            raise EngineError(
-                f"{self.label} answered {answer.url.path} in an unknown form: {error}"
-            ) from error
+            return await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if current is not None and current.cancelling():
+                raise
+            self._check_usable()
+            raise
+        finally:
+            self._running.discard(task)
 
-    def _first_version(self, choice: _Choice) -> int:
-        return _version_number(choice.weight_versions[0].version) if choice.weight_versions else 0
+    def _version_spans(self, choice: _Choice, allowed: Sequence[str]) -> VersionSpans:
+        spans = choice.weight_versions or []
+        if choice.token_ids and not spans:
+            raise EngineError(f"{self.label} does not say which weights its tokens come from")
+        foreign = [span.version for span in spans if span.version not in allowed]
+        if foreign:
+            raise EngineError(
+                f"{self.label} answered from weight version {foreign[0]!r}, this run installed "
+                f"{' and '.join(allowed)}: the engine was restarted, or someone else changed its "
+                "weights; restart it"
+            )
+        return tuple((span.start, version_number(span.version)) for span in spans)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """A step of an update: whatever ends it early ends the engine's use."""
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not done:
+                self.give_up(f"its weight update failed while {name}")
+
+    def _check_updating(self) -> None:
+        self._check_usable()
+        assert not self._serving.is_set(), f"{self.label} is not being updated"
 
     def _check_usable(self) -> None:
-        if self._broken:
+        if self._failure is not None:
             raise EngineError(
-                f"{self.label}: an earlier weight update failed or is running, its weights may "
-                "be half old; restart the engine"
+                f"{self.label}: {self._failure}, its weights may be half old; restart the engine"
             )
 
 
-def _version_number(version: str) -> int:
-    if version == INITIAL_VERSION:
-        return 0
-    if not version.isdecimal():
-        raise EngineError(f"weight version {version!r} is not a number; set by someone else?")
-    return int(version)
+def _request_body(request: GenerationRequest) -> dict[str, object]:
+    return {
+        "request_id": request.request_id,
+        "model": SERVED_NAME,
+        "token_ids": request.prompt_token_ids,
+        "sampling_params": {
+            "seed": request.seed,
+            "temperature": request.temperature,
+            "top_p": request.top_p,
+            "top_k": request.top_k,
+            "max_tokens": request.max_tokens,
+            "stop_token_ids": request.stop_token_ids,
+            "ignore_eos": True,  # only `stop_token_ids` count, not the model folder's
+            "logprobs": 0,  # of the sampled token, no alternatives
+            "detokenize": False,
+        },
+    }

@@ -24,6 +24,7 @@ from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
 from megatron_dapo.rollout.server_options import ServerOptions, server_options
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import VllmServer, session_members
+from megatron_dapo.rollout.weight_update import InFlight
 from tests.e2e.runs import Run, Start, make_start, train
 from tests.tiny_models import save_tiny_model, tiny_model
 
@@ -74,21 +75,32 @@ class RunningServer:
         """Bring `model` into the engine under the next version."""
         self.version += 1
         payload = self.publish(model, self.version)
-        self.run(lambda engine: engine.update_weights(payload, self.version))
+        self.run(lambda engine: update_weights(engine, payload, self.version))
         self.model = model
 
 
-def run_with_engine(endpoint: str, call: Callable[[VllmEngine], Awaitable[ResultT]]) -> ResultT:
-    """`call` with a fresh client in an event loop of its own."""
+def run_with_engine(
+    endpoint: str,
+    call: Callable[[VllmEngine], Awaitable[ResultT]],
+    *,
+    in_flight: InFlight = "wait",
+) -> ResultT:
+    """`call` with a fresh client in an event loop of its own; it takes the engine as it is."""
 
     async def body() -> ResultT:
-        engine = VllmEngine(endpoint, request_timeout_seconds=120)
+        engine = VllmEngine(endpoint, request_timeout_seconds=120, in_flight=in_flight)
         try:
+            await engine.adopt()
             return await call(engine)
         finally:
             await engine.close()
 
     return asyncio.run(body())
+
+
+async def update_weights(engine: VllmEngine, payload: dict[str, object], version: int) -> None:
+    """Bring a published file into the engine."""
+    await engine.update({"directory": str(Path(str(payload["path"])).parent)}, payload, version)
 
 
 def publish(model: PreTrainedModel, directory: Path, version: int) -> dict[str, object]:

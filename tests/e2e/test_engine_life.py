@@ -28,6 +28,7 @@ from tests.e2e.conftest import (
     publish,
     request,
     run_with_engine,
+    update_weights,
 )
 from tests.tiny_models import save_tiny_model, tiny_model
 
@@ -73,7 +74,7 @@ def test_two_workers_give_the_same_logprobs_before_and_after_updates(owned: Owne
         if version:
             model = tiny_model("qwen3_moe", seed=seed)
             payload = publish(model, owned.weights_directory, version)
-            run_with_engine(owned.endpoint, lambda e: e.update_weights(payload, version))  # noqa: B023
+            run_with_engine(owned.endpoint, lambda e: update_weights(e, payload, version))  # noqa: B023
         results = run_with_engine(owned.endpoint, lambda engine: generate(engine, asked))
         assert largest_gap(model, asked, results) <= PARITY
         assert {result.policy_version for result in results} == {version}

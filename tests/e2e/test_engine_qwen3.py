@@ -5,26 +5,33 @@ from __future__ import annotations
 import asyncio
 import itertools
 import stat
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
-from megatron_dapo.rollout.engine import EngineError
+from megatron_dapo.rollout.engine import EngineError, GenerationRequest, GenerationResult
 from megatron_dapo.rollout.sampler import RolloutStep, collect_groups
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import session_members
+from megatron_dapo.rollout.weight_update import InFlight
 from megatron_dapo.types import Prompt, Response, Reward
 from tests.e2e.conftest import (
     PARITY,
     RunningServer,
+    expected_logprobs,
     generate,
     largest_gap,
     prompts,
     request,
+    run_with_engine,
     running_server,
+    update_weights,
 )
 from tests.tiny_models import tiny_model
 
@@ -156,8 +163,10 @@ def test_update_brings_the_new_weights_and_their_version(qwen3: RunningServer) -
 
 
 class WithoutReset(VllmEngine):
-    async def _reset_prefix_cache(self) -> None:
-        pass
+    async def release(self, policy_version: int) -> None:
+        body = {"new_version": str(policy_version)}
+        await self._http.send("POST", "/update_weight_version", body)
+        await self._http.send("POST", "/resume")
 
 
 @pytest.mark.parametrize("cure", [True, False])
@@ -172,7 +181,7 @@ def test_cached_prompts_of_old_weights_are_forgotten(qwen3: RunningServer, cure:
     async def update(_: VllmEngine) -> None:
         engine = (VllmEngine if cure else WithoutReset)(qwen3.server.endpoint)
         try:
-            await engine.update_weights(payload, qwen3.version)
+            await update_weights(engine, payload, qwen3.version)
         finally:
             await engine.close()
 
@@ -182,27 +191,104 @@ def test_cached_prompts_of_old_weights_are_forgotten(qwen3: RunningServer, cure:
     assert (gap <= PARITY) if cure else (gap > 0.1)
 
 
-def test_update_with_running_requests_is_refused(qwen3: RunningServer) -> None:
-    payload = qwen3.publish(qwen3.model, 99)
+@dataclass
+class Overlap:
+    """Requests that keep coming while weights change."""
 
-    async def overlap(engine: VllmEngine) -> None:
-        task = asyncio.create_task(engine.generate(request((5, 6), max_tokens=64)))
-        await asyncio.sleep(0)
-        try:
-            with pytest.raises(RuntimeError, match="1 of its requests"):
-                await engine.update_weights(payload, 99)
-        finally:
-            await task
+    answers: list[tuple[GenerationRequest, GenerationResult]] = field(default_factory=list)
+    models: dict[int, PreTrainedModel] = field(default_factory=dict)
+    """By the version that they were served as."""
+    megabytes: list[float] = field(default_factory=list)
+    """Of all processes of the server, after each update."""
 
-    qwen3.run(overlap)
+
+UPDATES = 50
+CLIENTS = 6
+LONG_RESPONSE = 48
+MOST_GROWTH_MB = 16
+
+
+async def overlap(running: RunningServer, engine: VllmEngine) -> Overlap:
+    """`UPDATES` updates, always with requests under way."""
+    seen = Overlap(models={running.version: running.model})
+    models = [tiny_model("qwen3", seed=41), tiny_model("qwen3", seed=42)]
+    numbers = itertools.count()
+    stop = asyncio.Event()
+
+    async def client() -> None:
+        while not stop.is_set():
+            number = next(numbers)
+            prompt = (number % 200 + 3, number // 200 + 3)
+            asked = request(prompt, number, max_tokens=LONG_RESPONSE, stop_token_ids=())
+            seen.answers.append((asked, await engine.generate(asked)))
+
+    clients = [asyncio.create_task(client()) for _ in range(CLIENTS)]
+    for turn in range(UPDATES):
+        running.version += 1
+        running.model = seen.models[running.version] = models[turn % 2]
+        payload = running.publish(running.model, running.version)
+        await update_weights(engine, payload, running.version)
+        Path(str(payload["path"])).unlink()
+        done = len(seen.answers)
+        while len(seen.answers) < done + CLIENTS // 2:
+            await asyncio.sleep(0.002)
+        seen.megabytes.append(sum(p.memory_info().rss for p in processes(running)) / 2**20)
+    stop.set()
+    await asyncio.gather(*clients)
+    assert len(seen.answers) == next(numbers)
+    return seen
+
+
+@pytest.fixture(scope="module", params=["wait", "keep"])
+def overlapped(qwen3: RunningServer, request: pytest.FixtureRequest) -> tuple[InFlight, Overlap]:
+    def call(engine: VllmEngine) -> Coroutine[object, object, Overlap]:
+        return overlap(qwen3, engine)
+
+    return request.param, run_with_engine(qwen3.server.endpoint, call, in_flight=request.param)
+
+
+def test_fifty_updates_lose_and_double_no_request_that_runs(
+    overlapped: tuple[InFlight, Overlap],
+) -> None:
+    _, seen = overlapped
+    assert {len(result.token_ids) for _, result in seen.answers} == {LONG_RESPONSE}
+    identities = [asked.request_id for asked, _ in seen.answers]
+    assert len(set(identities)) == len(identities) >= UPDATES * CLIENTS // 2
+
+
+def test_every_token_of_a_response_comes_from_the_weights_that_it_names(
+    overlapped: tuple[InFlight, Overlap],
+) -> None:
+    mode, seen = overlapped
+    mixed = [result for _, result in seen.answers if len(result.version_spans) > 1]
+    assert bool(mixed) == (mode == "keep")
+    versions = {version for _, result in seen.answers for _, version in result.version_spans}
+    assert len(versions) >= UPDATES
+    for asked, result in seen.answers:
+        found = torch.tensor(result.logprobs)
+        starts = [start for start, _ in result.version_spans]
+        assert starts[0] == 0
+        assert result.policy_version == min(version for _, version in result.version_spans)
+        for (start, version), end in zip(
+            result.version_spans, [*starts[1:], LONG_RESPONSE], strict=True
+        ):
+            ids = asked.prompt_token_ids, result.token_ids
+            expected = expected_logprobs(seen.models[version], *ids, asked.temperature)
+            assert (found - expected)[start:end].abs().max() <= PARITY
+
+
+def test_fifty_updates_leave_no_memory_behind(overlapped: tuple[InFlight, Overlap]) -> None:
+    _, seen = overlapped
+    early, late = seen.megabytes[10:20], seen.megabytes[-10:]
+    assert max(late) <= max(early) + MOST_GROWTH_MB
 
 
 async def _try_update(
     engine: VllmEngine, good: dict[str, object], payload: dict[str, object]
 ) -> None:
-    await engine.update_weights(good, 100)
+    await update_weights(engine, good, 100)
     with pytest.raises(EngineError) as caught:
-        await engine.update_weights(payload, 100)
+        await update_weights(engine, payload, 100)
     with pytest.raises(EngineError, match="restart the engine"):
         await engine.generate(request((5, 6)))
     raise caught.value

@@ -38,6 +38,7 @@ def group(name: str, size: int = 2) -> Group:
                 rollout_logprobs=(-0.5, -0.1),
                 finish_reason="stop",
                 policy_version=4,
+                version_spans=((0, 4), (1, 5)),
                 seed=member,
                 text=f"Answer: {member}",
             )
@@ -90,6 +91,7 @@ def test_a_sample_says_what_was_asked_answered_read_and_paid() -> None:
         "response_tokens": 2,
         "finish_reason": "stop",
         "policy_version": 4,
+        "version_spans": [[0, 4], [1, 5]],
     }
 
 

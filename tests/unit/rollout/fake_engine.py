@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from megatron_dapo.rollout.engine import EngineUnavailable, GenerationRequest, GenerationResult
@@ -22,6 +22,8 @@ class FakeEngine:
     finish: Callable[[GenerationRequest], FinishReason] = lambda request: "stop"
     seconds: Callable[[GenerationRequest], float] = lambda request: 0.0
     requests: list[GenerationRequest] = field(default_factory=list)
+    updated_after: int | None = None
+    """Tokens of each response from `version`; the others come from the next one."""
     running: int = 0
     most_running: int = 0
 
@@ -40,10 +42,11 @@ class FakeEngine:
         finish = self.finish(request)
         if finish == "abort":
             tokens = tokens[:1]
-        return GenerationResult(tokens, tuple(-0.5 for _ in tokens), finish, self.version)
-
-    async def update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
-        self.version = policy_version
+        spans = [(0, self.version)] if tokens else []
+        if self.updated_after is not None and len(tokens) > self.updated_after:
+            spans.append((self.updated_after, self.version + 1))
+        logprobs = tuple(-0.5 for _ in tokens)
+        return GenerationResult(tokens, logprobs, finish, tuple(spans), self.version)
 
     async def close(self) -> None:
         pass

@@ -183,9 +183,28 @@ def test_no_engine_is_a_configuration_error() -> None:
         collect([], Source((50,)))
 
 
-def test_an_engine_with_other_weights_is_found_out() -> None:
+def test_an_engine_with_old_weights_is_found_out() -> None:
     with pytest.raises(RuntimeError, match="version 3, expected 4"):
         collect([FakeEngine(version=3)], Source((50,)), policy_version=4)
+
+
+def test_a_response_carries_every_version_that_sampled_it_and_counts_as_the_oldest() -> None:
+    step = collect([FakeEngine(version=4, updated_after=3)], Source((50,)), policy_version=4)
+    responses = [response for group in step.generated for response in group.responses]
+    mixed = [response for response in responses if len(response.token_ids) > 3]
+    assert 0 < len(mixed) < len(responses)
+    for response in responses:
+        assert response.policy_version == 4
+        spans = ((0, 4), (3, 5)) if response in mixed else ((0, 4),)
+        assert response.version_spans == spans
+    assert step.metrics["rollout/mixed_version_responses"] == len(mixed)
+
+
+def test_responses_of_newer_weights_than_asked_for_carry_those() -> None:
+    step = collect([FakeEngine(version=5)], Source((50,)), policy_version=4)
+    versions = {r.policy_version for group in step.generated for r in group.responses}
+    assert versions == {5}
+    assert step.metrics["rollout/mixed_version_responses"] == 0
 
 
 def test_a_failure_cancels_what_is_still_running() -> None:

@@ -1,0 +1,129 @@
+"""The connection to one vLLM server: local addresses only, retries where they are harmless."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TypeVar
+
+import httpx
+import pydantic
+
+from megatron_dapo.rollout.engine import EngineError, EngineUnavailable
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
+ATTEMPTS = 5
+FIRST_BACKOFF_SECONDS = 0.2
+CONNECT_SECONDS = 10.0
+KEEP_ALIVE_SECONDS = 2.0
+"""Idle connections are given up before the server (after 5 s) closes them under a request."""
+
+AnswerT = TypeVar("AnswerT", bound=pydantic.BaseModel)
+
+
+def open_transport(endpoint: str) -> tuple[httpx.AsyncBaseTransport, str]:
+    """Transport and base URL of `unix:/path` or `http://127.0.0.1:port`.
+
+    Raises:
+        ValueError: any other address. vLLM's control routes have no authentication, so an engine
+            that can be reached from another machine could be given other weights by anyone.
+    """
+    limits = httpx.Limits(
+        max_connections=None,
+        max_keepalive_connections=None,
+        keepalive_expiry=KEEP_ALIVE_SECONDS,
+    )
+    if endpoint.startswith("unix:/"):
+        uds = endpoint.removeprefix("unix:")
+        return httpx.AsyncHTTPTransport(uds=uds, limits=limits), "http://engine"
+    url = httpx.URL(endpoint)
+    if url.scheme == "http" and url.host in LOOPBACK_HOSTS and url.port is not None:
+        return httpx.AsyncHTTPTransport(limits=limits), endpoint.rstrip("/")
+    raise ValueError(
+        f"rollout.endpoints: {endpoint!r} is neither unix:/path nor http://127.0.0.1:port. vLLM's "
+        "weight routes have no authentication; bring a remote engine to this machine through an "
+        "SSH tunnel or a shared unix socket"
+    )
+
+
+class EngineHttp:
+    """Requests to one server. Create and use it inside one event loop.
+
+    Args:
+        endpoint: unix:/path or http://127.0.0.1:port.
+        label: what messages call the server.
+        timeout_seconds: longest wait for one answer.
+    """
+
+    def __init__(self, endpoint: str, *, label: str, timeout_seconds: float) -> None:
+        transport, base_url = open_transport(endpoint)
+        self.label = label
+        self._client = httpx.AsyncClient(
+            transport=transport,
+            base_url=base_url,
+            timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
+            trust_env=False,
+        )
+
+    async def send(
+        self, method: str, path: str, body: object = None, *, repeatable: bool = False
+    ) -> httpx.Response:
+        """One exchange. `repeatable`: also try again when the connection broke half-way.
+
+        Raises:
+            EngineUnavailable: the server cannot be reached, or the connection broke.
+            EngineError: it answered with an error.
+        """
+        retried: tuple[type[httpx.TransportError], ...] = (httpx.ConnectError,)
+        if repeatable:
+            retried = (httpx.NetworkError, httpx.RemoteProtocolError)
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
+            try:
+                answer = await self._client.request(method, path, json=body)
+            except retried as error:
+                failure: httpx.TransportError = error
+                logger.warning("%s %s: %r, attempt %d", self.label, path, error, attempt + 1)
+                continue
+            except httpx.TransportError as error:
+                raise EngineUnavailable(
+                    f"{self.label} did not answer {method} {path}: {error!r}"
+                ) from error
+            if answer.is_success:
+                return answer
+            raise EngineError(
+                f"{self.label} answered {answer.status_code} to {method} {path}: "
+                f"{answer.text[:2000]}"
+            )
+        raise EngineUnavailable(
+            f"{self.label} cannot be reached for {method} {path} after {ATTEMPTS} attempts: "
+            f"{failure!r}. The engine's log says why"
+        ) from failure
+
+    async def ask(
+        self,
+        form: type[AnswerT],
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        repeatable: bool = False,
+    ) -> AnswerT:
+        """`send`, and the answer as a `form`.
+
+        Raises:
+            EngineError: also when the answer has another form.
+        """
+        answer = await self.send(method, path, body, repeatable=repeatable)
+        try:
+            return form.model_validate_json(answer.content)
+        except pydantic.ValidationError as error:
+            raise EngineError(
+                f"{self.label} answered {path} in an unknown form: {error}"
+            ) from error
+
+    async def close(self) -> None:
+        await self._client.aclose()
