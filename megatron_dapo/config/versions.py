@@ -7,6 +7,8 @@ import subprocess
 from importlib import metadata
 from pathlib import Path
 
+from packaging.version import Version
+
 SCHEMA_VERSION = 1
 """Of the configuration; rises when a key is renamed or changes its meaning."""
 TRACKED = (
@@ -33,6 +35,11 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def megatron_release() -> tuple[int, ...]:
+    """Release of the installed megatron-core, such as (0, 16, 1)."""
+    return Version(metadata.version("megatron-core")).release
 
 
 def installed_versions() -> dict[str, str | int | None]:

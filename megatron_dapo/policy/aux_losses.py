@@ -11,6 +11,10 @@ Padding counts among a micro-batch's tokens. Megatron's padding mask would leave
 each tensor and context rank's part by that rank's own number of real tokens, and stages after the
 first do not cut it for sequence parallelism (megatron-core 0.16.1): the loss would depend on the
 layout.
+
+A router sees this rank's part of a micro-batch: its context rank's tokens, cut once more by
+sequence parallelism. Its gradient sums over those parts. Megatron-core 0.16 to 0.18 multiplies by
+the tokens of the part, 0.19 by those of all parts.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_dapo import device
 from megatron_dapo.config.schema import MoeConfig
+from megatron_dapo.config.versions import megatron_release
 from megatron_dapo.loss.denominators import Ledger
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.types import MicroBatch
@@ -47,9 +52,20 @@ def balance_aux_losses(
         return
     denominator = sum(ledger.denominator(micro_batch) for micro_batch in micro_batches)
     dist.all_reduce(denominator, group=parallel.dp_cp_group)
-    routed = micro_batches[0].num_tokens // (
-        parallel.tp_size if transformer.sequence_parallel else 1
-    )  # by this rank in one micro-batch
-    scale = int(denominator) / (routed * len(micro_batches) * parallel.dp_size)
+    multiplied = megatron_factor(
+        micro_batches[0].num_tokens // (parallel.tp_size if transformer.sequence_parallel else 1),
+        parallel.tp_size * parallel.cp_size,
+    )
+    scale = int(denominator) / (multiplied * len(micro_batches) * parallel.dp_size)
     transformer.moe_aux_loss_coeff = config.aux_loss_coef * scale
     transformer.moe_z_loss_coeff = config.z_loss_coef * scale or None
+
+
+def megatron_factor(routed: int, parts: int) -> int:
+    """What Megatron multiplies an auxiliary loss by under `calculate_per_token_loss`.
+
+    Args:
+        routed: tokens that this rank's routers see of one micro-batch.
+        parts: tensor x context parallel ranks.
+    """
+    return routed * parts if megatron_release() >= (0, 19) else routed

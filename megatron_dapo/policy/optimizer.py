@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_dapo import device
 from megatron_dapo.config.schema import OptimizerConfig, RunConfig
+from megatron_dapo.config.versions import megatron_release
 
 device.install_cpu_support()
 
@@ -27,7 +29,7 @@ from megatron.core.distributed import (  # noqa: E402
 )
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
-from megatron.core.optimizer.optimizer import ChainedOptimizer  # noqa: E402
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -129,11 +131,18 @@ def global_grad_norm(optimizer: ChainedOptimizer) -> float:
     total = 0.0
     for part in optimizer.chained_optimizers:
         squares = torch.zeros((), dtype=torch.float64, device=device.current())
-        for grad in part.get_main_grads_for_grad_norm():
+        for grad in _grads_for_norm(part):
             squares += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
         dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
         total += squares.item()
     return math.sqrt(total)
+
+
+def _grads_for_norm(part: MegatronOptimizer) -> list[Tensor]:
+    """This rank's gradients, each held by one tensor rank only; megatron-core 0.19 renamed them."""
+    if megatron_release() >= (0, 19):
+        return part.get_grads_for_grad_norm()
+    return part.get_main_grads_for_grad_norm()
 
 
 @torch.no_grad()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_dapo.config.schema import OptimizerConfig
-from megatron_dapo.policy.optimizer import adam_source, warmup_lr
+from megatron_dapo.policy import optimizer
+from megatron_dapo.policy.optimizer import adam_source, global_grad_norm, warmup_lr
 
 
 def test_warm_up_is_linear_over_rollout_steps_as_in_the_paper() -> None:
@@ -34,3 +37,17 @@ def test_an_unrelated_package_called_apex_is_reported(
     with caplog.at_level(logging.WARNING):
         adam_source()
     assert "not NVIDIA's" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    [((0, 16, 1), "get_main_grads_for_grad_norm"), ((0, 19, 2), "get_grads_for_grad_norm")],
+)
+def test_the_norm_finds_its_gradients_under_the_name_of_the_release(
+    release: tuple[int, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "megatron_release", lambda: release)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group: None)
+    grads = [torch.tensor([3.0]), torch.tensor([4.0])]
+    part = SimpleNamespace(get_grad_stats_parallel_group=lambda: None, **{name: lambda: grads})
+    assert global_grad_norm(SimpleNamespace(chained_optimizers=[part])) == 5.0
