@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.cuts import shard_bounds
 from megatron_dapo.resharding.name_map import Entry, Family
+from megatron_dapo.resharding.plan import ReshardPlan
 from megatron_dapo.resharding.train_map import experts_per_rank, global_expert, stage_layers
 
 if TYPE_CHECKING:
@@ -208,3 +209,53 @@ def source_parameters(
     """
     found = local_parameters(chunks, family, parallel)
     return {entry.key: value for entry, value in found.items() if entry.rule.exported}
+
+
+def check_agrees(
+    plan: ReshardPlan, parallel: ParallelContext, sources: Mapping[str, Tensor]
+) -> None:
+    """Refuse to send by a plan that was made for other ranks than these.
+
+    Any rank may call it alone; nothing is communicated.
+
+    Args:
+        sources: this rank's `source_parameters`.
+
+    Raises:
+        RuntimeError: the rank sits elsewhere in Megatron's groups than the plan thinks, or holds
+            other parameters; the message names the dimension or the parameter.
+    """
+    train, rank = plan.train, parallel.rank
+    place = train.coordinates(rank)
+    found = {
+        "parallel.tensor": (parallel.tp_rank, parallel.tp_size),
+        "parallel.pipeline": (parallel.pp_rank, parallel.pp_size),
+        "parallel.context": (parallel.cp_rank, parallel.cp_size),
+        "parallel.data": (parallel.dp_rank, parallel.dp_size),
+        "parallel.expert": (parallel.ep_rank, parallel.ep_size),
+        "parallel.expert_tensor": (parallel.etp_rank, parallel.etp_size),
+    }
+    planned = {
+        "parallel.tensor": (place.tensor, train.tensor),
+        "parallel.pipeline": (place.pipeline, train.pipeline),
+        "parallel.context": (place.context, train.context),
+        "parallel.data": (place.data, train.data),
+        "parallel.expert": (place.expert, train.expert),
+        "parallel.expert_tensor": (place.expert_tensor, train.expert_tensor),
+    }
+    for key, seen in found.items():
+        if seen != planned[key]:
+            raise RuntimeError(
+                f"{key}: rank {rank} is number {seen[0]} of {seen[1]} in its process group, the "
+                f"plan takes it for number {planned[key][0]} of {planned[key][1]}; start the ranks "
+                "with the layout that the plan was made for"
+            )
+    shapes = plan.sources(rank)
+    for key in sorted(shapes.keys() | sources.keys()):
+        seen_shape = tuple(sources[key].shape) if key in sources else None
+        if seen_shape != shapes.get(key):
+            raise RuntimeError(
+                f"the parameter of {key} has shape {seen_shape} on rank {rank}, the plan expects "
+                f"{shapes.get(key)} (None: no such parameter); build model and plan from one "
+                "configuration"
+            )
