@@ -49,8 +49,8 @@ class Ledger:
     counted_tokens: int
     """Tokens that train, over all ranks and micro-batches."""
     tokens_of_row: Tensor
-    """[rows] int64, counted tokens of each response of this data-parallel rank, all context
-    ranks together."""
+    """[rows] int64, counted tokens of each response that this rank holds: of all its context ranks
+    together under sequence_mean, which alone reads them, else of this context rank."""
     tokens_of_group: Tensor
     """[groups] int64, over all ranks; empty unless aggregation is group_token_mean."""
     first_row: int
