@@ -20,6 +20,7 @@ from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.types import MicroBatch, RolloutBatch
+from tests.parallel.leftovers import dissolve
 from tests.parallel.policy_cases import (
     build_policy,
     every_layout,
@@ -187,7 +188,7 @@ def _walk(rank: int, world: int, cases: Sequence[Case], folder: Path | None = No
 def _check_case(case: Case, config: RunConfig, parallel: ParallelContext, seed: int) -> None:
     model = _model(case.family)
     batch = rollout_batch(model.config.vocab_size, responses=case.responses, seed=seed)
-    _, critic = _build(config, model, parallel)
+    policy, critic = _build(config, model, parallel)
     packs = pack(batch, config, parallel, case.micro_batches, order=seed)
     if parallel.is_last_stage:
         for micro_batch in critic.values(packs):
@@ -216,6 +217,8 @@ def _check_case(case: Case, config: RunConfig, parallel: ParallelContext, seed: 
     assert metrics.keys() == CRITIC_METRICS.keys(), case
     assert metrics["critic/vf_clipfrac"] == pytest.approx(clipped), case
     assert clipped > 0 or case.responses == 1, "the case is to clip some tokens"
+    dissolve(policy)
+    dissolve(critic)
 
 
 def _check_advantages(case: Case, packs: list[MicroBatch], expected: _Reference) -> None:
@@ -324,6 +327,6 @@ def test_four_ranks_update_like_transformers_in_combined_layouts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 16])
 def test_every_layout_updates_like_transformers(world: int) -> None:
     run_ranks(world, _walk, _every_case(world))

@@ -10,6 +10,7 @@ import pytest
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.types import MicroBatch
+from tests.parallel.leftovers import dissolve
 from tests.parallel.policy_cases import (
     OBJECTIVES,
     Reference,
@@ -138,6 +139,7 @@ def _check_case(case: Case, config: RunConfig, parallel: ParallelContext, seed: 
     weights = worst_weight_error(policy, expected.updated)
     assert max(sums.values()) <= SUM_TOLERANCE, f"{case}, seed {seed}: relative errors {sums}"
     assert weights <= WEIGHT_TOLERANCE, f"{case}, seed {seed}: weights off by {weights}"
+    dissolve(policy)
 
 
 def _check_logprobs(case: Case, scored: list[MicroBatch], expected: Reference) -> None:
@@ -165,6 +167,6 @@ def test_four_ranks_update_like_transformers_in_combined_layouts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 16])
 def test_every_layout_updates_like_transformers(world: int) -> None:
     run_ranks(world, _walk, _every_case(world))

@@ -1,4 +1,4 @@
-"""What an update does beside the plain case: bad gradients, BF16, KL, MoE auxiliary losses."""
+"""What an update does beside the plain case: bad gradients, BF16, KL, MoE routers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from megatron_dapo.batch.packing import context_slice, pack_update, pad_multiple
+from megatron_dapo.batch.packing import context_slice
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.observability.metrics import reduce_bags
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.types import MicroBatch, RolloutBatch
 from tests.parallel.fused_cases import every_loss_has_one_value
+from tests.parallel.moe_cases import (
+    a_bias_chooses_experts_and_does_not_weigh_them,
+    aux_losses_weigh_what_the_config_says,
+    handed_balance_is_what_updates_add,
+)
 from tests.parallel.policy_cases import (
     OBJECTIVES,
     build_policy,
     drift,
-    hf_parts,
     model_of,
     pack,
     reference_update,
@@ -34,8 +37,6 @@ from tests.parallel.policy_cases import (
     update_loss,
 )
 from tests.ranks import run_ranks
-
-AUX, Z = 0.5, 0.1
 
 
 def _walk(rank: int, world: int, checks: tuple[Callable[..., None], ...]) -> None:
@@ -211,90 +212,14 @@ def _uneven(packs: list[MicroBatch], parallel: ParallelContext) -> bool:
     return False
 
 
-def _aux_losses_weigh_what_the_config_says(world: int) -> None:
-    layouts: list[dict[str, object]] = [{}]
-    if world == 2:
-        layouts = [
-            {"data": 2, "expert": 2},
-            {"tensor": 2, "expert": 2},
-            {"tensor": 2, "expert_tensor": 2},
-            {"context": 2},
-            {"pipeline": 2},
-        ]
-    for layout in layouts:
-        for loss in ({}, {"aggregation": "sequence_mean"}):
-            config = run_config(
-                moe={"aux_loss_coef": AUX, "z_loss_coef": Z},
-                loss=loss,
-                clip_grad=1e9,
-                distributed_optimizer=False,
-                **layout,
-            )
-            _check_aux_gradient(config)
-
-
-def _check_aux_gradient(config: RunConfig) -> None:
-    """With zero advantages the whole gradient is that of the auxiliary losses."""
-    parallel = ParallelContext.create(config.parallel, seed=3)
-    model = model_of("qwen3_moe")
-    batch = rollout_batch(512)
-    policy = build_policy(config, model, parallel)
-    scored = _scored(policy, batch, config)
-    policy.update([m.replace(advantages=torch.zeros_like(m.advantages)) for m in scored])
-    gradients = [p.main_grad.clone() for p, _ in hf_parts(policy, model)]  # type: ignore[attr-defined]
-    _backward_aux_losses(model, batch, config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            grad = parameter.grad
-            parameter.copy_(torch.zeros_like(parameter) if grad is None else grad)
-    for gradient, (_, expected) in zip(gradients, hf_parts(policy, model), strict=True):
-        error = (gradient[: expected.shape[0]] - expected).abs().max()
-        assert error <= 1e-4 * expected.abs().max(), f"{config.parallel}: {tuple(gradient.shape)}"
-    parallel.destroy()
-
-
-def _backward_aux_losses(model: PreTrainedModel, batch: RolloutBatch, config: RunConfig) -> None:
-    """Gradient of mean over all micro-batches of (AUX * balance + Z * z) summed over layers."""
-    layout = config.parallel
-    packs = [
-        micro_batch
-        for rank in range(layout.data)
-        for micro_batch in pack_update(
-            batch,
-            torch.arange(batch.num_responses),
-            dp_rank=rank,
-            dp_size=layout.data,
-            tokens_per_micro_batch=256,
-            pad_multiple=pad_multiple(
-                layout.tensor, layout.context, layout.uses_sequence_parallel, "none"
-            ),
-            min_micro_batches=2,
-            cp_size=layout.context,
-        )
-    ]
-    layers = model.model.layers
-    inputs: list[list[Tensor]] = [[] for _ in layers]
-    for layer, seen in zip(layers, inputs, strict=True):
-        layer.mlp.gate.register_forward_pre_hook(
-            lambda _module, args, seen=seen: seen.append(args[0].flatten(0, -2))
-        )
-    for micro_batch in packs:
-        for seen in inputs:
-            seen.clear()
-        for tokens in micro_batch.tokens.split(micro_batch.cu_seqlens.diff().tolist()):
-            model(tokens[None])
-        total = torch.zeros(())
-        for layer, seen in zip(layers, inputs, strict=True):
-            logits = torch.cat(seen) @ layer.mlp.gate.weight.T
-            experts, chosen = logits.shape[1], logits.topk(2).indices
-            share = torch.bincount(chosen.flatten(), minlength=experts) / chosen.numel()
-            balance = experts * (share * logits.softmax(-1).mean(0)).sum()
-            total = total + AUX * balance + Z * logits.logsumexp(-1).square().mean()
-        (total / len(packs)).backward()
-
-
 def test_updates_on_one_rank() -> None:
-    run_ranks(1, _walk, (_aux_losses_weigh_what_the_config_says, every_loss_has_one_value))
+    checks = (
+        aux_losses_weigh_what_the_config_says,
+        handed_balance_is_what_updates_add,
+        a_bias_chooses_experts_and_does_not_weigh_them,
+        every_loss_has_one_value,
+    )
+    run_ranks(1, _walk, checks)
 
 
 def test_updates_on_two_ranks() -> None:
@@ -306,6 +231,13 @@ def test_updates_on_two_ranks() -> None:
         _reference_policy_stays_the_start,
         _metrics_count_each_token_once,
         _context_ranks_exchange_two_numbers_a_response,
-        _aux_losses_weigh_what_the_config_says,
+        aux_losses_weigh_what_the_config_says,
+        handed_balance_is_what_updates_add,
     )
     run_ranks(2, _walk, checks)
+
+
+@pytest.mark.slow
+def test_aux_losses_on_four_ranks() -> None:
+    checks = (aux_losses_weigh_what_the_config_says, handed_balance_is_what_updates_add)
+    run_ranks(4, _walk, checks)
