@@ -47,7 +47,8 @@ LAYOUTS: dict[int, list[dict[str, object]]] = {
     ],
     4: [{"tensor": 2, "context": 2, "expert": 2}, {"tensor": 2, "data": 2}],
 }
-LAYERS = 2
+LAYERS = 4
+"""As many as in all other models here: Megatron keeps one log of auxiliary losses a process."""
 
 
 def _scored(policy: Policy, packs: list[MicroBatch]) -> list[MicroBatch]:
