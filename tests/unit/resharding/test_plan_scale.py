@@ -90,4 +90,3 @@ def test_replicas_of_a_32b_shard_all_work_in_most_buckets() -> None:
     for bucket in (20, 50, 100):
         sizes = plan.message_sizes(bucket, 1)
         assert len(sizes) >= 12  # of 16: two tensor ranks hold what this rank needs, x 8 replicas
-        assert sum(sizes.values()) <= 2**29 / 4 * 1.01
