@@ -1,8 +1,8 @@
 """Loaded by vLLM in each of its processes (entry point `vllm.general_plugins`).
 
-Registers the weight-transfer backend "megatron_dapo" through vLLM's own registry: the trainer
-publishes the policy as one safetensors file in shared memory, every engine worker maps the file
-and loads its part of it. Nothing of vLLM is patched, and nothing else of this package imports
+Registers the weight-transfer backend "megatron_dapo" through vLLM's own registry. An update comes
+either by a plan, as messages that are written straight into the parameters, or as one safetensors
+file with the whole model. Nothing of vLLM is patched, and nothing else of this package imports
 this module, so that the package works without vLLM.
 """
 
@@ -11,20 +11,29 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.messages import DTYPES
+from megatron_dapo.resharding.name_map import family_for
+from megatron_dapo.resharding.plan import build_plan
+from megatron_dapo.resharding.receive import PlannedWeights, UpdateState
+from megatron_dapo.resharding.receivers import open_receiver
+from megatron_dapo.resharding.train_map import TrainLayout
+from megatron_dapo.resharding.transport import InitInfo, UpdatePayload
+
+if TYPE_CHECKING:
+    from megatron_dapo.resharding.vllm_files import FullTensors
 
 BACKEND = "megatron_dapo"
 GUARDED = "MEGATRON_DAPO_GUARDED"
@@ -37,176 +46,179 @@ def register() -> None:
     if os.environ.get(GUARDED) == "1":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryEngine)
+        WeightTransferEngineFactory.register_engine(BACKEND, PolicyEngine)
 
 
 @dataclass
-class SharedMemoryInit(WeightTransferInitInfo):
-    """`init_info` of /init_weight_transfer_engine."""
+class PolicyInit(WeightTransferInitInfo):
+    """`init_info` of /init_weight_transfer_engine: `transport.InitInfo`, or only a directory."""
 
     directory: str
     """The only directory that weights may be read from."""
+    transport: str = ""
+    """Empty: no plan; updates are whole files."""
+    train_layout: dict[str, int] = field(default_factory=dict)
+    engine_layout: dict[str, int | bool | str | None] = field(default_factory=dict)
+    bucket_bytes: int = 0
+    fingerprint: str = ""
+    replica: int = 0
+    timeout_seconds: float = 0.0
 
 
 @dataclass
-class SharedMemoryUpdate(WeightTransferUpdateInfo):
-    """`update_info` of /update_weights: one published file."""
+class PolicyUpdate(WeightTransferUpdateInfo):
+    """`update_info` of /update_weights: `transport.UpdatePayload`, or one published file."""
 
-    path: str
-    """Safetensors file with Hugging Face names and full (not sharded) tensors."""
     policy_version: int
-    num_tensors: int
-    num_bytes: int
-    """Bytes of all tensors, without the file's header."""
+    folder: str = ""
+    generations: list[int] = field(default_factory=list)
+    path: str = ""
+    """Safetensors file with Hugging Face names and full (not sharded) tensors."""
+    num_tensors: int = 0
+    num_bytes: int = 0
+    """Bytes of all tensors of that file, without its header."""
 
 
-def check_path(path: str, directory: Path | None) -> Path:
-    """`path` resolved, if it is a file inside `directory`.
+class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
+    """Engine side of the transfer, one in each worker."""
 
-    Raises:
-        RuntimeError: no directory was named yet.
-        ValueError: the path leads elsewhere, also by a link or by "..".
-    """
-    if directory is None:
-        raise RuntimeError(
-            "update_weights before init_weight_transfer_engine: name the directory of the "
-            "published weights first"
-        )
-    resolved = Path(path).resolve()
-    if resolved.parent != directory or not resolved.is_file():
-        raise ValueError(
-            f"weights at {path!r} are not a file of {str(directory)!r}, the directory that "
-            "init_weight_transfer_engine named; publish there"
-        )
-    return resolved
-
-
-def read_tensors(path: Path, *, num_tensors: int, num_bytes: int) -> dict[str, Tensor]:
-    """All tensors of the file by name, mapped, not copied.
-
-    Raises:
-        ValueError: their number or size is not what the trainer says that it published.
-    """
-    with safe_open(path, framework="pt", device="cpu") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    found = len(tensors), sum(tensor.nbytes for tensor in tensors.values())
-    if found != (num_tensors, num_bytes):
-        raise ValueError(
-            f"{path} holds {found[0]} tensors with {found[1]} bytes, published were "
-            f"{num_tensors} with {num_bytes}; the file is incomplete or of another update"
-        )
-    return tensors
-
-
-def repack_cpu_experts(model: nn.Module) -> None:
-    """Bring fused MoE weights back into the layout of the CPU kernel after a reload.
-
-    vLLM's layerwise reload leaves them in the checkpoint's layout, which the kernel would read
-    as garbage without an error. Dense models and other devices are left alone.
-    """
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-
-    for module in model.modules():
-        if isinstance(module, RoutedExperts) and module.w13_weight.device.type == "cpu":
-            kernel = module.quant_method.moe_kernel
-            if kernel is None:
-                raise RuntimeError(
-                    f"{type(module.quant_method).__name__} has no kernel to repack for"
-                )
-            kernel.fused_experts.process_weights_after_loading(module)
-
-
-def tied_parameters(model: nn.Module) -> dict[str, nn.Module]:
-    """Parameters that an earlier module owns too, by name: a head tied to the embedding.
-
-    No published tensor has their name. Ask before a reload starts: during one every module has
-    parameters of its own.
-    """
-    owned: set[int] = set()
-    tied: dict[str, nn.Module] = {}
-    for path, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in owned:
-                tied[f"{path}.{name}"] = module
-            owned.add(id(parameter))
-    return tied
-
-
-def repack_cpu_heads(tied: Iterable[nn.Module]) -> None:
-    """Bring tied heads up to date with the embedding that they share their weights with.
-
-    vLLM's layerwise reload loads nothing into them and so keeps what the CPU kernel packed from
-    the old weights, without an error.
-    """
-    for module in tied:
-        if module.weight.device.type == "cpu":
-            module.quant_method.process_weights_after_loading(module)  # type: ignore
-
-
-class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpdate]):
-    """Engine side of the transfer, one in each worker; tensor parallelism slices while loading."""
-
-    init_info_cls = SharedMemoryInit
-    update_info_cls = SharedMemoryUpdate
+    init_info_cls = PolicyInit
+    update_info_cls = PolicyUpdate
     supports_draft_weight_update = False
-    directory: Path | None = None
-    _missing: set[str] = set()  # noqa: RUF012
-    _tied: Mapping[str, nn.Module] = MappingProxyType({})
 
-    def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.state = UpdateState()
+        self.planned: PlannedWeights | None = None
+        self._directory: Path | None = None
+        self._files: FullTensors | None = None
+
+    def init_transfer_engine(self, init_info: PolicyInit) -> None:
+        """Learn where weights come from; a second call forgets the first.
+
+        Raises:
+            ValueError: the plan does not fit this engine; the message names what differs.
+        """
         directory = Path(init_info.directory).resolve()
         if not directory.is_dir():
-            raise ValueError(f"weights directory {init_info.directory!r} does not exist here")
-        self.directory = directory
+            raise ValueError(
+                f"weights directory {init_info.directory!r} does not exist here; trainers and "
+                "engines must share it"
+            )
+        self.shutdown()
+        if init_info.transport:
+            self.planned = self._plan(cast(InitInfo, asdict(init_info)))
+        self._directory = directory
 
     def start_weight_update(self) -> None:
-        """Back to the checkpoint's layout, in which weights can be loaded."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        self._tied = tied_parameters(self.model)
-        initialize_layerwise_reload(self.model)
-        self._missing = {name for name, _ in self.model.named_parameters()} - set(self._tied)
+        """Announce an update; parameters stay as they are until it comes."""
+        if self.state.interrupted or self._files is not None:
+            self._give_up()
+        self.state.start()
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load one published file (the base class would also wait for an accelerator)."""
+        """Take an update (the base class would also wait for an accelerator)."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: SharedMemoryUpdate) -> None:
-        path = check_path(update_info.path, self.directory)
-        tensors = read_tensors(
-            path, num_tensors=update_info.num_tensors, num_bytes=update_info.num_bytes
+    def receive_weights(self, update_info: PolicyUpdate) -> None:
+        """By the plan: one whole update. Or one of the files that make up an update."""
+        if self._directory is None:
+            raise RuntimeError(
+                "update_weights before init_weight_transfer_engine: name the directory of the "
+                "published weights first"
+            )
+        if self.state.interrupted:
+            self._give_up()
+        if update_info.path:
+            self._load_file(update_info, self._directory)
+            return
+        if self.planned is None:
+            raise RuntimeError(
+                "init_weight_transfer_engine brought no plan, update_weights brings no file; "
+                "send one of the two"
+            )
+        if self._files is not None:
+            self._give_up()
+        self.state.begin(update_info.policy_version)
+        self.planned.receive(
+            UpdatePayload(
+                policy_version=update_info.policy_version,
+                folder=update_info.folder,
+                generations=update_info.generations,
+            )
         )
-        loaded: set[str] = self.model.load_weights(in_layer_order(tensors))  # type: ignore[operator]
-        self._missing -= loaded
+        self.state.received()
 
     def finish_weight_update(self) -> None:
-        """Into the kernels' layout, once every parameter has been loaded.
+        """The engine may serve the new weights.
 
         Raises:
-            RuntimeError: parameters were not in the published files; vLLM itself would keep
-                their old values and only log a warning.
+            RuntimeError: the update failed or is incomplete.
         """
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        if self._missing:
-            raise RuntimeError(
-                f"weight update without {len(self._missing)} parameters of the engine's model, "
-                f"among them {sorted(self._missing)[:3]}; publish the whole model"
-            )
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_cpu_experts(self.model)
-        repack_cpu_heads(self._tied.values())
+        if self._files is not None and not self.state.interrupted:
+            self.state.incomplete()
+            self._files.finish()
+            self.state.received()
+        self.state.finish()
+        self._files = None
 
     def shutdown(self) -> None:
-        self.directory = None
+        """Leave the trainers."""
+        if self.planned is not None:
+            self.planned.close()
+        self.planned = None
+        self._directory = None
 
+    def _load_file(self, update: PolicyUpdate, directory: Path) -> None:
+        from megatron_dapo.resharding.vllm_files import FullTensors, check_path, read_tensors
 
-def in_layer_order(tensors: dict[str, Tensor]) -> Iterable[tuple[str, Tensor]]:
-    """Pairs grouped by layer, so that few layers are half loaded at any time."""
-    from vllm.distributed.weight_transfer.base import layerwise_groups
+        path = check_path(update.path, directory)
+        self.state.begin(update.policy_version)
+        tensors = read_tensors(path, num_tensors=update.num_tensors, num_bytes=update.num_bytes)
+        if self._files is None:
+            self._files = FullTensors(self.model, self.model_config)
+        self._files.load(tensors)
+        self.state.received()
 
-    for names in layerwise_groups(list(tensors)):
-        for name in names:
-            yield name, tensors[name]
+    def _give_up(self) -> None:
+        """After an update that broke off: all modules in a layout that a new one can start from."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._files = None
+
+    def _plan(self, init: InitInfo) -> PlannedWeights:
+        from megatron_dapo.resharding.vllm_layers import find_parts
+
+        layout = EngineLayout(**init["engine_layout"])  # type: ignore[arg-type]
+        self._check_layout(layout, init["replica"])
+        plan = build_plan(
+            TrainLayout(**init["train_layout"]),
+            layout,
+            family_for(self.model_config.hf_config),
+            bucket_bytes=init["bucket_bytes"],
+        )
+        tensor_rank = self.parallel_config.rank
+        receiver = open_receiver(init, plan, tensor_rank, self.device)
+        parts = find_parts(self.model, self.model_config, plan, tensor_rank, self.device)
+        return PlannedWeights(plan, tensor_rank, parts, receiver)
+
+    def _check_layout(self, layout: EngineLayout, replica: int) -> None:
+        here = self.parallel_config
+        found: dict[str, tuple[object, object]] = {
+            "tensor ranks": (layout.tensor, here.tensor_parallel_size),
+            "pipeline ranks": (1, here.pipeline_parallel_size),
+            "data-parallel ranks": (1, here.data_parallel_size),
+            "expert parallelism": (layout.expert_parallel, here.enable_expert_parallel),
+            "dtype": (DTYPES[layout.dtype], self.model_config.dtype),
+            "quantization": (layout.quantization, self.model_config.quantization),
+            "replica below their number": (True, replica < layout.replicas),
+        }
+        for what, (planned, real) in found.items():
+            if planned != real:
+                raise ValueError(
+                    f"the trainer's plan is for an engine with {what} {planned}, this one has "
+                    f"{real}; start the engine with the settings of the run"
+                )

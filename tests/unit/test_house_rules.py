@@ -27,8 +27,10 @@ FLOORS = [
     {"types", "config", "device"},
 ]
 FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+VLLM_SIDE = ("plugin", "layers", "files", "worker", "source")
+"""Modules of the resharding room that run inside vLLM, or are handed to it."""
 DOORS = {
-    "vllm": {"rollout", "resharding/vllm_plugin.py"},
+    "vllm": {"rollout", *(f"resharding/vllm_{name}.py" for name in VLLM_SIDE)},
     "transformer_engine": {"policy/fp8.py", "policy/model.py"},
     "apex": {"policy/optimizer.py"},
     "sentencepiece": {"data/tokenizer.py"},
