@@ -52,7 +52,7 @@ def group_advantages(
         return rewards.to(torch.float32)
     ids, index = torch.unique(group_ids, return_inverse=True)
     values = torch.where(valid, rewards.to(torch.float64), 0.0)
-    counts = torch.zeros(ids.numel(), dtype=torch.float64).index_add_(0, index, valid.double())
+    counts = values.new_zeros(ids.numel()).index_add_(0, index, valid.double())
     sums = torch.zeros_like(counts).index_add_(0, index, values)
     centred = torch.where(valid, values - (sums / counts.clamp(min=1))[index], 0.0)
     advantages = centred
@@ -67,7 +67,7 @@ def group_advantages(
 
 
 def _reduce(values: Tensor, index: Tensor, groups: int, how: str) -> Tensor:
-    empty = torch.zeros(groups, dtype=values.dtype)
+    empty = values.new_zeros(groups)
     return empty.scatter_reduce(0, index, values, how, include_self=False)
 
 

@@ -170,10 +170,15 @@ def pack_update(
             2 x cp_size with tokens that carry no label and no loss. `context_slice` cuts later.
 
     Raises:
-        ValueError: a sequence is longer than the budget.
+        ValueError: a sequence is longer than the budget, or a prompt has no token.
     """
     multiple = _sequence_multiple(cp_size)
     assert pad_multiple % multiple == 0, f"{pad_multiple=} must be a multiple of 2 x {cp_size=}"
+    if (empty := rows[batch.prompt_tokens[rows] < 1]).numel():
+        raise ValueError(
+            f"prompt_tokens[{int(empty[0])}]={int(batch.prompt_tokens[empty[0]])}: the position "
+            "before a response predicts its first token, so a prompt has at least one"
+        )
     lengths = (batch.prompt_tokens + batch.response_tokens)[rows]
     padded = [_round_up(length, multiple) for length in lengths.tolist()]
     plan = plan_bins(

@@ -195,7 +195,8 @@ def loss_problems(loss: LossConfig) -> Iterator[str]:
     """Clip widths, aggregation and corrections that belong together."""
     widths = f"loss.clip_low={loss.clip_low} and loss.clip_high={loss.clip_high}"
     if loss.ratio == "sequence":
-        yield from _sequence_ratio_problems(loss, widths)
+        yield from _sequence_width_problems(loss)
+        yield from sequence_ratio_problems(loss)
     elif loss.objective == "ppo":
         if loss.clip_low > loss.clip_high:
             yield f"{widths}: need clip_low <= clip_high. DAPO uses 0.2 and 0.28."
@@ -240,7 +241,8 @@ def _cispo_problems(loss: LossConfig, widths: str) -> Iterator[str]:
         )
 
 
-def _sequence_ratio_problems(loss: LossConfig, widths: str) -> Iterator[str]:
+def _sequence_width_problems(loss: LossConfig) -> Iterator[str]:
+    widths = f"loss.clip_low={loss.clip_low} and loss.clip_high={loss.clip_high}"
     if max(loss.clip_low, loss.clip_high) > GSPO_WIDEST_CLIP:
         yield (
             f"{widths}: loss.ratio=sequence (GSPO) needs its own clip widths, at most "
@@ -248,6 +250,16 @@ def _sequence_ratio_problems(loss: LossConfig, widths: str) -> Iterator[str]:
         )
     elif loss.clip_low > loss.clip_high:
         yield f"{widths}: need clip_low <= clip_high. GSPO uses 3e-4 and 4e-4."
+
+
+def sequence_ratio_problems(loss: LossConfig) -> Iterator[str]:
+    """What a ratio of whole responses (GSPO) is not defined with; nothing for a token's ratio.
+
+    The loss refuses these too, wherever its config comes from. Clip widths are another matter: any
+    width has a loss, but only narrow ones train.
+    """
+    if loss.ratio != "sequence":
+        return
     if loss.aggregation != "sequence_mean":
         yield (
             f"loss.aggregation={loss.aggregation}: loss.ratio=sequence has one term a response, so "

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.loss.shards import check_chunk_tokens, compute_dtype
+
 CPU_ROWS, GPU_ROWS = 256, 1024
 """Most rows of a block: enough for the matrix products to run at full rate."""
 TILE_ROWS = 4096
@@ -40,9 +42,12 @@ class HeadBlocks:
         if self._scatters:
             self._hidden = _gather_rows(self._hidden, tp_group)
         tokens = self._hidden.shape[0]
-        rows = chunk_tokens or default_head_rows(tokens, hidden)
+        rows = check_chunk_tokens(chunk_tokens) or default_head_rows(tokens, hidden)
         self._rows = max(1, min(rows, tokens))
-        self._logits = hidden.new_empty((self._rows, weight.shape[0]))
+        shape = (self._rows, weight.shape[0])
+        self._logits = hidden.new_empty(shape, dtype=block_dtype(hidden))
+        narrow = self._logits.dtype != hidden.dtype
+        self._grad_logits = hidden.new_empty(shape) if narrow else self._logits
         self._grad_hidden: Tensor | None = None
         self._grad_weight: Tensor | None = None
 
@@ -51,9 +56,17 @@ class HeadBlocks:
         return [slice(i, min(i + self._rows, total)) for i in range(0, max(total, 1), self._rows)]
 
     def logits(self, rows: slice) -> Tensor:
-        """[rows, vocab / tp] in the dtype of the hidden states, valid until the next call."""
+        """[rows, vocab / tp] in `block_dtype`, valid until the next call."""
         hidden = self._hidden[rows]
-        return torch.mm(hidden, self._weight.t(), out=self._logits[: hidden.shape[0]])
+        out = self._logits[: hidden.shape[0]]
+        if out.dtype == hidden.dtype:
+            return torch.mm(hidden, self._weight.t(), out=out)
+        return torch.mm(hidden, self._weight.t(), out_dtype=out.dtype, out=out)
+
+    def gradient_of(self, rows: slice, logits: Tensor) -> Tensor:
+        """Where d loss / d logits of a block goes: the logits' own memory if it has the dtype of
+        the factors of the products to come, that of the hidden states."""
+        return self._grad_logits[: logits.shape[0]]
 
     def start_gradient(
         self, *, hidden: bool, weight: bool, accumulator: Tensor | None = None
@@ -71,12 +84,20 @@ class HeadBlocks:
             new = accumulator is None
             self._grad_weight = torch.zeros_like(self._weight, dtype=dtype) if new else accumulator
 
-    def add_gradient(self, rows: slice, grad_logits: Tensor) -> None:
-        """Take in d loss / d logits of one block, [rows, vocab / tp]."""
+    def add_gradient(self, rows: slice, grad_logits: Tensor, active: Tensor) -> None:
+        """Take in d loss / d logits of one block.
+
+        Args:
+            grad_logits: [rows, vocab / tp], 0 in rows that are not active.
+            active: [rows] bool; False: the row adds nothing, whatever its hidden state holds.
+        """
         if self._grad_hidden is not None:
             torch.mm(grad_logits, self._weight, out=self._grad_hidden[rows])
         if self._grad_weight is not None:
-            _add_product(self._grad_weight, grad_logits, self._hidden[rows])
+            hidden = self._hidden[rows]
+            if not (active.is_cpu and bool(active.all())):
+                hidden = torch.where(active[:, None], hidden, 0.0)
+            _add_product(self._grad_weight, grad_logits, hidden)
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:
         """Gradient of the hidden states as they were given, and of the weight in fp32."""
@@ -89,16 +110,19 @@ class HeadBlocks:
         return grad_hidden, self._grad_weight
 
 
-def deliver_weight_gradient(grad: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
+def deliver_weight_gradient(
+    grad: Tensor, weight: Tensor, main_grad: Tensor | None
+) -> Tensor | None:
     """What backward returns for the weight, given its fp32 gradient.
 
-    With `main_grad` the gradient is there already and zeros go to autograd: Megatron reads
-    `weight.grad_added_to_main_grad`, and zeros add nothing where an embedding shares the weight.
+    With `main_grad` the gradient is there already: Megatron reads `weight.grad_added_to_main_grad`,
+    and autograd gets nothing, neither memory nor a sum with the gradient of an embedding that
+    shares the weight.
     """
     if main_grad is None:
         return grad.to(weight.dtype)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    return torch.zeros_like(weight)
+    return None
 
 
 def check_head(
@@ -132,6 +156,12 @@ def check_head(
         )
 
 
+def block_dtype(hidden: Tensor) -> torch.dtype:
+    """Of a block's logits: fp32 where a product of bf16 factors can put its fp32 sums out as they
+    are, on CUDA; on CPU the dtype of the hidden states."""
+    return hidden.dtype if hidden.is_cpu else compute_dtype(hidden.dtype)
+
+
 def default_head_rows(tokens: int, hidden: Tensor) -> int:
     """Rows of a block; on CPU a block stays below a sixteenth of fp32 logits, from 128 rows on
     (bf16: half of both), since its fp32 scratch does not shrink with it."""
@@ -157,13 +187,13 @@ def _add_product(accumulator: Tensor, grad_logits: Tensor, hidden: Tensor) -> No
 
 
 def _gather_rows(rows: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    gathered = rows.new_empty((dist.get_world_size(group), *rows.shape))
-    dist.all_gather(list(gathered.unbind(0)), rows.contiguous(), group=group)
-    return gathered.flatten(0, 1)
+    tokens, width = rows.shape
+    gathered = rows.new_empty((dist.get_world_size(group) * tokens, width))
+    dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
+    return gathered
 
 
 def _scatter_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = list(rows.chunk(dist.get_world_size(group)))
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts, group=group)
+    mine = rows.new_empty((rows.shape[0] // dist.get_world_size(group), rows.shape[1]))
+    dist.reduce_scatter_tensor(mine, rows, group=group)
     return mine

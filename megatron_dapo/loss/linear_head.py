@@ -48,7 +48,7 @@ def linear_logprobs(
         with_entropy: False returns None for the entropy and saves its pass.
         chunk_tokens: rows of a block; None: what suits the device.
         main_grad: fp32 [vocab / tp, hidden] that the gradient of `weight` is added to (Megatron's
-            fused accumulation); autograd then sees zeros.
+            fused accumulation); autograd then gets none.
 
     Raises:
         ValueError: shapes, temperature, real_vocab_size, or (on CPU) a label out of range.
@@ -104,8 +104,9 @@ class _LinearLogprobs(torch.autograd.Function):
         head.start_gradient(hidden=needs[0], weight=needs[1], accumulator=options.main_grad)
         for block in head.blocks():
             logits = head.logits(block)
-            visitor.write_gradient(logits, targets[block], gradient.block(block), out=logits)
-            head.add_gradient(block, logits)
+            rows_gradient, out = gradient.block(block), head.gradient_of(block, logits)
+            visitor.write_gradient(logits, targets[block], rows_gradient, out=out)
+            head.add_gradient(block, out, rows_gradient.active)
         visitor.release()
         grad_hidden, grad_weight = head.gradients()
         if grad_weight is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megatron_dapo.loss.shards import default_rows
+from megatron_dapo.loss.shards import check_chunk_tokens, default_rows
 
 BLOCKS_AT_ONCE = 64
 """Cache blocks that share one merge of statistics and one coefficient step."""
@@ -16,7 +16,7 @@ class LogitsBlocks:
     def __init__(self, logits: Tensor, targets: Tensor, chunk_tokens: int | None) -> None:
         check_logits(logits, targets)
         self._logits = logits.detach()
-        self._rows = chunk_tokens or BLOCKS_AT_ONCE * default_rows(logits)
+        self._rows = check_chunk_tokens(chunk_tokens) or BLOCKS_AT_ONCE * default_rows(logits)
         self._learns = False
 
     def blocks(self) -> list[slice]:
@@ -26,12 +26,18 @@ class LogitsBlocks:
     def logits(self, rows: slice) -> Tensor:
         return self._logits[rows]
 
-    def start_gradient(self, *, hidden: bool, weight: bool) -> None:
+    def start_gradient(
+        self, *, hidden: bool, weight: bool, accumulator: Tensor | None = None
+    ) -> None:
         self._learns = hidden
         if hidden and not rows_are_apart(self._logits):
             self._logits = self._logits.clone()
 
-    def add_gradient(self, rows: slice, grad_logits: Tensor) -> None:
+    def gradient_of(self, rows: slice, logits: Tensor) -> Tensor:
+        """Where d loss / d logits of a block goes: the logits' own memory."""
+        return logits
+
+    def add_gradient(self, rows: slice, grad_logits: Tensor, active: Tensor) -> None:
         """Nothing to do: `grad_logits` is the logits' own memory."""
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None]:

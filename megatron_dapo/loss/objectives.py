@@ -15,7 +15,9 @@ from torch import Tensor
 from megatron_dapo.config.schema import LossConfig
 
 LOG_RATIO_LIMIT = 20.0
-"""exp stays finite; no gradient flows beyond it."""
+"""Bound of log-ratios, so that exp stays finite. A ratio beyond it has no gradient: above, with a
+negative advantage, it caps the loss as dual_clip does and counts as dual; below, the gradient that
+is lost is 2e-9 of an advantage."""
 SEQUENCE_MISMATCHES = ("tis_sequence", "sequence_mask", "geometric")
 """Corrections that weigh a response as a whole."""
 
@@ -77,7 +79,7 @@ class Surrogate(NamedTuple):
     ratio: Tensor
     high: Tensor  # bool, upper clip: the gradient is gone (ppo) or capped (cispo)
     low: Tensor  # bool, lower clip
-    dual: Tensor  # bool, dual clip
+    dual: Tensor  # bool, dual clip, or without one the bound of exp
 
 
 def surrogate(
@@ -100,7 +102,7 @@ def surrogate(
         loss = -clipped.detach() * advantages * logprobs
         return Surrogate(loss, ratio.detach(), above, below, torch.zeros_like(above))
     loss = torch.maximum(-ratio * advantages, -clipped * advantages)
-    dual = torch.zeros_like(above)
+    dual = (advantages < 0) & (log_ratio > LOG_RATIO_LIMIT)
     if config.dual_clip is not None:
         dual = (advantages < 0) & (ratio > config.dual_clip)
         loss = torch.where(dual, -config.dual_clip * advantages, loss)
@@ -158,14 +160,15 @@ def kl_penalty(logprobs: Tensor, reference_logprobs: Tensor, config: LossConfig)
     """Estimate of KL(policy || reference) at each token, [tokens], with gradient to `logprobs`.
 
     k1 = log(pi / ref), k2 = k1^2 / 2, k3 = ref / pi - 1 + k1 (GRPO). Values of k1 and k3 are
-    unbiased; as a differentiated loss only k2 has the gradient of that KL.
+    unbiased; as a differentiated loss only k2 has the gradient of that KL. k3 is bounded, and has
+    no gradient, where ref / pi passes e^20.
     """
     k1 = logprobs - reference_logprobs
     if config.kl_estimator == "k1":
         return k1
     if config.kl_estimator == "k2":
         return 0.5 * k1.square()
-    k1 = k1.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k1 = k1.clamp(min=-LOG_RATIO_LIMIT)
     return torch.expm1(-k1) + k1
 
 

@@ -50,12 +50,14 @@ def policy_cross_entropy(
     token_weights: Tensor | None = None,
     denominator: Tensor | None = None,
     main_grad: Tensor | None = None,
+    incoming_scale: Tensor | float | None = None,
     chunk_tokens: int | None = None,
 ) -> FusedTerms:
     """Loss sum, log-probs, entropy and metrics of one micro-batch (DAPO Eq. 8, CISPO).
 
     The numbers are those of `policy_loss` on `vocab_parallel_logprobs`; the gradient is formed
-    here, and backward only scales it by the gradient that comes in.
+    here, and backward only scales it by the gradient that comes in. With `incoming_scale` it is
+    scaled here too, and the weight's goes straight into `main_grad`: then call backward once.
 
     Every rank of `tp_group` calls with its part of the vocabulary and the same tokens, and holds
     the same result. Communicates: one all-gather of 4 floats a token for each block of rows; from
@@ -69,18 +71,22 @@ def policy_cross_entropy(
         weight: [vocab / tp, hidden] of the output layer, or None. Carries gradient.
         targets: [tokens] int64 token ids, or NO_LABEL (-100).
         old_logprobs, advantages: [tokens] fp32.
-        loss_mask: [tokens] bool; logits and other floats may be NaN where it is False (hidden
-            states may not: they are factors of the weight's gradient).
+        loss_mask: [tokens] bool; logits, hidden states and other floats may be NaN where it is
+            False.
         temperature, real_vocab_size: as in `vocab_parallel_logprobs`.
         rollout_logprobs, reference_logprobs: [tokens] fp32, where the config needs them.
-        token_weights: [tokens] fp32, `Ledger.token_weights`; None: 1 (aggregation = token_mean).
+        token_weights: [tokens] float64, `Ledger.token_weights`; None: 1 (aggregation = token_mean).
         denominator: int64 scalar for the metrics, `Ledger.denominator`; None: counted tokens.
-        main_grad: fp32 [vocab / tp, hidden] that backward adds the gradient of `weight` to.
+        main_grad: fp32 [vocab / tp, hidden] that the gradient of `weight` is added to: here if
+            `incoming_scale` is known, else in backward. Autograd gets none.
+        incoming_scale: the gradient that `loss_sum` will receive, where the caller knows it;
+            None: backward waits for it.
         chunk_tokens: rows of a block; None: what suits the device.
 
     Raises:
         ValueError: a config that needs whole responses before any gradient, an input that the
             config needs is missing, or shapes differ.
+        RuntimeError: in backward, another gradient arrives than `incoming_scale`, or a second one.
     """
     _check_token_level(config, token_weights)
     per_token = {
@@ -100,6 +106,8 @@ def policy_cross_entropy(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (logits_or_hidden, weight)
     ]
+    scale = None if incoming_scale is None else torch.as_tensor(incoming_scale)
+    accumulator = None if scale is None else main_grad
     with torch.no_grad():
         source: LogitsBlocks | HeadBlocks
         if weight is None:
@@ -107,26 +115,47 @@ def policy_cross_entropy(
         else:
             check_head(logits_or_hidden, weight, targets, tp_group, sequence_parallel, main_grad)
             source = HeadBlocks(logits_or_hidden, weight, tp_group, sequence_parallel, chunk_tokens)
-        source.start_gradient(hidden=learns[0], weight=learns[1])
-        found = _visit(source, visitor, targets, inputs, weights, config, learns=any(learns))
+        source.start_gradient(hidden=learns[0], weight=learns[1], accumulator=accumulator)
+        score = _Score(inputs, weights, config, scale) if any(learns) else None
+        found = _visit(source, visitor, targets, score)
         if denominator is None:
             denominator = loss_mask.sum()
         scored = inputs.block(slice(None), *found)
         terms = sum_losses(scored, weights, denominator, config)
-        formed = source.gradients()
-    loss_sum = _FormedGradient.apply(terms.loss_sum, logits_or_hidden, weight, *formed, main_grad)
+        formed = _Formed(*source.gradients(), main_grad, scale)
+    loss_sum = _FormedGradient.apply(terms.loss_sum, logits_or_hidden, weight, formed)
     return FusedTerms(loss_sum, *found, terms.metrics)
 
 
+class _Score(NamedTuple):
+    """What turns a block's log-probs into the gradient of the loss."""
+
+    inputs: TokenInputs
+    weights: Tensor
+    config: LossConfig
+    scale: Tensor | None  # of the gradient, where known beforehand
+
+    @torch.enable_grad()
+    def coefficients(
+        self, rows: slice, logprobs: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """scale * d loss_sum / d logprobs of a block and, with an entropy bonus, / d entropy.
+
+        Autograd differentiates the very formulas of `loss.objectives` on these few numbers.
+        """
+        leaves = [logprobs.detach().requires_grad_()]
+        if self.config.entropy_coef > 0:
+            leaves.append(entropy.detach().requires_grad_())
+        block = self.inputs.block(rows, leaves[0], leaves[-1])
+        losses = token_losses(block, block.log_ratio, block.log_weight, self.config)
+        weighted = losses.total * torch.where(block.mask, self.weights[rows], 0.0)
+        outer = None if self.scale is None else self.scale.to(weighted)
+        grads = torch.autograd.grad(weighted.sum(), leaves, outer)
+        return grads[0], grads[1] if self.config.entropy_coef > 0 else None
+
+
 def _visit(
-    source: LogitsBlocks | HeadBlocks,
-    visitor: RowVisitor,
-    targets: Tensor,
-    inputs: TokenInputs,
-    weights: Tensor,
-    config: LossConfig,
-    *,
-    learns: bool,
+    source: LogitsBlocks | HeadBlocks, visitor: RowVisitor, targets: Tensor, score: _Score | None
 ) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every token, and on the way every block's gradient."""
     logprobs, entropies = [], []
@@ -136,64 +165,76 @@ def _visit(
         assert found.entropy is not None, "the visitor was built with_entropy"
         logprobs.append(found.logprobs)
         entropies.append(found.entropy)
-        if not learns:
+        if score is None:
             continue
-        grads = _coefficients(inputs, rows, found.logprobs, found.entropy, weights[rows], config)
+        grads = score.coefficients(rows, found.logprobs, found.entropy)
         gradient = visitor.gradient(labels, found.peak, found.sumexp, found.entropy, *grads)
-        visitor.write_gradient(logits, labels, gradient, out=logits)
-        source.add_gradient(rows, logits)
+        out = source.gradient_of(rows, logits)
+        visitor.write_gradient(logits, labels, gradient, out=out)
+        source.add_gradient(rows, out, gradient.active)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-@torch.enable_grad()
-def _coefficients(
-    inputs: TokenInputs,
-    rows: slice,
-    logprobs: Tensor,
-    entropy: Tensor,
-    weights: Tensor,
-    config: LossConfig,
-) -> tuple[Tensor, Tensor | None]:
-    """d loss_sum / d logprobs and, with an entropy bonus, / d entropy of a block, [rows].
+class _Formed(NamedTuple):
+    """Gradients that the visit has formed."""
 
-    Autograd differentiates the very formulas of `loss.objectives` on these few numbers.
-    """
-    leaves = [logprobs.detach().requires_grad_()]
-    if config.entropy_coef > 0:
-        leaves.append(entropy.detach().requires_grad_())
-    block = inputs.block(rows, leaves[0], leaves[-1])
-    losses = token_losses(block, block.log_ratio, block.log_weight, config)
-    weighted = losses.total * torch.where(block.mask, weights, 0.0)
-    grads = torch.autograd.grad(weighted.sum(), leaves)
-    return grads[0], grads[1] if config.entropy_coef > 0 else None
+    input: Tensor | None
+    weight: Tensor | None  # `main_grad` itself where it was added to there
+    main_grad: Tensor | None
+    scale: Tensor | None  # what they are multiplied by already; None: by nothing
 
 
 class _FormedGradient(torch.autograd.Function):
-    """A loss whose gradients exist already: backward scales them by the gradient that comes in."""
+    """A loss whose gradients exist already: backward hands them out."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        loss_sum: Tensor,
-        logits_or_hidden: Tensor,
-        weight: Tensor | None,
-        grad_input: Tensor | None,
-        grad_weight: Tensor | None,
-        main_grad: Tensor | None,
+        ctx: Any, loss_sum: Tensor, source: Tensor, weight: Tensor | None, formed: _Formed
     ) -> Tensor:
-        ctx.weight, ctx.main_grad = weight, main_grad
-        ctx.save_for_backward(grad_input, grad_weight)
+        ctx.weight, ctx.main_grad, ctx.scale = weight, formed.main_grad, formed.scale
+        ctx.accumulated = formed.weight is not None and formed.weight is formed.main_grad
+        ctx.spent = False
+        ctx.save_for_backward(formed.input, None if ctx.accumulated else formed.weight)
         return loss_sum.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, incoming: Tensor) -> tuple[Tensor | None, ...]:
-        grad_input, grad_weight = (_scaled(grad, incoming) for grad in ctx.saved_tensors)
-        if grad_weight is not None:
+        grad_input, grad_weight = ctx.saved_tensors
+        if ctx.scale is None:
+            grad_input, grad_weight = _scaled(grad_input, incoming), _scaled(grad_weight, incoming)
+        else:
+            _check_incoming(incoming, ctx.scale, spent=ctx.spent)
+            ctx.spent = True
+        if ctx.accumulated:
+            grad_weight = deliver_weight_gradient(ctx.main_grad, ctx.weight, ctx.main_grad)
+        elif grad_weight is not None:
             if ctx.main_grad is not None:
                 ctx.main_grad.add_(grad_weight)
             grad_weight = deliver_weight_gradient(grad_weight, ctx.weight, ctx.main_grad)
-        return None, grad_input, grad_weight, None, None, None
+        return None, grad_input, grad_weight, None
+
+
+def _check_incoming(incoming: Tensor, scale: Tensor, *, spent: bool) -> None:
+    """Raises RuntimeError unless the gradients were formed for just this backward.
+
+    On a device the values are compared there, without a wait: it stops at the comparison.
+    """
+    if spent:
+        raise RuntimeError(
+            "a second backward through policy_cross_entropy with incoming_scale: the gradient of "
+            "the weight was added to main_grad once, when it was formed"
+        )
+    if incoming.is_cpu and incoming != scale:
+        raise RuntimeError(
+            f"policy_cross_entropy formed its gradients for incoming_scale={scale.item()}, but "
+            f"loss_sum receives {incoming.item()}: pass the factor that the loss is multiplied by "
+            "before backward (Megatron: its loss scale), or None"
+        )
+    if not incoming.is_cpu:
+        torch._assert_async(
+            incoming == scale, "policy_cross_entropy: loss_sum does not receive incoming_scale"
+        )
 
 
 def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:

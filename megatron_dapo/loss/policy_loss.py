@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.config.checks import sequence_ratio_problems
 from megatron_dapo.config.schema import LossConfig
 from megatron_dapo.loss.denominators import Ledger
 from megatron_dapo.loss.loss_metrics import LOSS_METRICS, loss_metrics
@@ -71,13 +72,16 @@ def policy_loss(
         rollout_logprobs: [tokens] fp32, the engine's; needed by `config.mismatch`.
         reference_logprobs: [tokens] fp32; needed by `config.kl_coef` > 0.
         entropy: [tokens] fp32; carries gradient only with `config.entropy_coef` > 0.
-        token_weights: [tokens] fp32, `Ledger.token_weights` of this micro-batch.
+        token_weights: [tokens] float64, `Ledger.token_weights` of this micro-batch.
         denominator: int64 scalar, `Ledger.denominator` of this micro-batch. Without these two
             the given tokens (of all ranks of `cp_group`) are taken for the whole update.
 
     Raises:
-        ValueError: shapes differ, or an input that the config needs is missing.
+        ValueError: shapes differ, an input that the config needs is missing, or ratio = sequence
+            comes with settings that are a token ratio's.
     """
+    for problem in sequence_ratio_problems(config):
+        raise ValueError(problem)
     per_token = {
         "logprobs": logprobs,
         "old_logprobs": old_logprobs,
@@ -95,9 +99,7 @@ def policy_loss(
     )
     if token_weights is None or denominator is None:
         update = _WholeUpdate.of(loss_mask, sequence_index, num_sequences, group_index, config)
-        ledger = Ledger.from_micro_batches(
-            [update], config, dp_cp_group=cp_group, cp_group=cp_group
-        )
+        ledger = update.ledger(config, cp_group)
         token_weights, denominator = ledger.token_weights(update), ledger.denominator(update)
     inputs = TokenInputs.masked(loss_mask, **per_token)
     if not uses_whole_sequences(config):
@@ -135,7 +137,7 @@ def sum_losses(
     """Weighted sum of the tokens' losses, and their metrics.
 
     Args:
-        token_weights: [tokens] fp32; may be NaN where masked.
+        token_weights: [tokens] float64; may be NaN where masked.
         log_ratio: [tokens], carries gradient; None: each token's own.
         log_weight: [tokens], for the mismatch weights; None: each token's own.
         clip_weights: [tokens] float64, what a token adds to a clip fraction; None: one.
@@ -154,7 +156,8 @@ def sum_losses(
         denominator=denominator,
         clip_weights=inputs.mask.double() if clip_weights is None else clip_weights,
     )
-    return LossTerms((losses.total * weights).sum(), denominator, metrics)
+    loss_sum = (losses.total * weights).sum().to(losses.total.dtype)
+    return LossTerms(loss_sum, denominator, metrics)
 
 
 def check_shapes(loss_mask: Tensor, **tensors: Tensor | None) -> None:
@@ -203,6 +206,9 @@ class _WholeUpdate:
         rows = torch.arange(num_sequences, device=loss_mask.device)
         return cls(loss_mask, sequences, groups, rows, num_sequences)
 
+    def ledger(self, config: LossConfig, cp_group: dist.ProcessGroup | None) -> Ledger:
+        return Ledger.from_micro_batches([self], config, dp_cp_group=cp_group, cp_group=cp_group)
+
 
 @dataclass(frozen=True)
 class _Responses:
@@ -222,13 +228,19 @@ class _Responses:
         config: LossConfig,
         cp_group: dist.ProcessGroup | None,
     ) -> _Responses:
-        """Sums over responses in float64; one all-reduce over `cp_group` for all of them."""
+        """Sums over responses in float64; one all-reduce over `cp_group` for all of them.
+
+        Each sum runs over its tokens in order: the same numbers in every run, on every device.
+        """
         log_ratio, mask = inputs.log_ratio.detach(), inputs.mask
         log_weight = inputs.log_weight if config.mismatch in SEQUENCE_MISMATCHES else None
         columns = [mask, log_ratio] if log_weight is None else [mask, log_ratio, log_weight]
         index = torch.where(mask, sequence_index, 0)
-        sums = mask.new_zeros((max(num_sequences, 1), len(columns)), dtype=torch.float64)
-        sums.index_add_(0, index, torch.stack([c.double() for c in columns], dim=1))
+        values = torch.stack([column.double() for column in columns], dim=1)
+        lengths = torch.zeros(max(num_sequences, 1), dtype=torch.int64, device=mask.device)
+        lengths.index_add_(0, index, torch.ones_like(index))
+        in_order = values[index.argsort(stable=True)]
+        sums = torch.segment_reduce(in_order, "sum", lengths=lengths, unsafe=True)
         if cp_group is not None and dist.get_world_size(cp_group) > 1:
             dist.all_reduce(sums, group=cp_group)
         tokens, ratio_sum, *weight_sum = sums[index].unbind(1)

@@ -121,13 +121,11 @@ class RowVisitor:
             raise ValueError(
                 f"temperature={temperature}: need > 0; greedy sampling has no log-probs to train on"
             )
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens={chunk_tokens}: need at least 1, or None")
         self.shard = shard
         self.temperature = temperature
         self._c = 1.0 / (LN2 * temperature)
         self.with_entropy = with_entropy
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = check_chunk_tokens(chunk_tokens)
         self._scratch: dict[str, Tensor] = {}
 
     def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -281,6 +279,13 @@ class RowVisitor:
             known = like.new_empty(like.shape, dtype=compute_dtype(like.dtype))
             self._scratch[name] = known
         return known[: like.shape[0]]
+
+
+def check_chunk_tokens(chunk_tokens: int | None) -> int | None:
+    """`chunk_tokens`; raises ValueError unless it is None or at least 1."""
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}: need at least 1, or None")
+    return chunk_tokens
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -41,7 +41,7 @@ def value_loss(
         returns: [tokens] fp32.
         loss_mask: [tokens] bool, True on tokens that train; elsewhere the floats may be NaN.
         clip_width: w, in units of reward.
-        token_weights: [tokens] fp32, `Ledger.token_weights` of this micro-batch.
+        token_weights: [tokens] float64, `Ledger.token_weights` of this micro-batch.
         denominator: int64 scalar, `Ledger.denominator` of this micro-batch.
 
     Raises:
@@ -70,4 +70,4 @@ def value_loss(
         "critic/values/mean": token_mean(old),
         "critic/returns/mean": token_mean(target),
     }
-    return LossTerms(losses.sum(), denominator, metrics)
+    return LossTerms(losses.sum().to(values.dtype), denominator, metrics)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self, TypedDict
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PretrainedConfig
@@ -21,7 +22,7 @@ from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.forward_backward import local_micro_batches, visit_outputs
 from megatron_dapo.policy.model import build_chunks
 from megatron_dapo.policy.optimizer import build_optimizer, wrap_chunks
-from megatron_dapo.policy.policy_model import PolicyModel
+from megatron_dapo.policy.policy_model import PolicyModel, show_head_gradient
 from megatron_dapo.policy.reference import FrozenWeights
 from megatron_dapo.policy.trained_model import TrainedModel, UpdateResult
 from megatron_dapo.types import MicroBatch
@@ -71,6 +72,8 @@ class Policy(TrainedModel):
         """
         chunks = build_chunks(config, hf_config, parallel, PolicyModel)
         wrapped = wrap_chunks(chunks, config)
+        if config.training.overlap_grad_reduce and parallel.is_last_stage:
+            show_head_gradient(chunks[-1].head_weight)
         return cls(
             config=config,
             parallel=parallel,
@@ -155,6 +158,7 @@ class Policy(TrainedModel):
                 reference_logprobs=micro_batch.reference_logprobs,
                 token_weights=weights,
                 denominator=denominator,
+                incoming_scale=self._incoming_scale(hidden.device),
                 **self._head,
             )
             return LossTerms(terms.loss_sum, denominator, terms.metrics)
@@ -175,6 +179,15 @@ class Policy(TrainedModel):
             token_weights=weights,
             denominator=denominator,
         )
+
+    def _incoming_scale(self, where: torch.device) -> Tensor:
+        """The gradient that Megatron's schedule sends into loss_sum, scalar: its loss scale.
+
+        With `calculate_per_token_loss` and three outputs it divides by nothing else before
+        backward; without a loss scale that leaves 1.
+        """
+        one, scale = torch.ones((), device=where), self.chunks[-1].config.grad_scale_func
+        return one if scale is None else scale(one)
 
     @property
     def _head(self) -> _Head:

@@ -56,3 +56,22 @@ class PolicyModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+def show_head_gradient(weight: nn.Parameter) -> None:
+    """Let Megatron's overlapped reduction of gradients see that the head's weight has its own.
+
+    The loss adds it to main_grad and leaves nothing to autograd, but the reduction starts only on a
+    `weight.grad`: it gets a zero that takes no memory, unless an embedding that shares the weight
+    has brought one. Call after `wrap_chunks`, on the last stage. Local.
+    """
+    view = weight.expand_as(weight)
+    assert view.grad_fn is not None, "the head's weight trains"
+    accumulate = view.grad_fn.next_functions[0][0]
+    assert accumulate is not None, "a leaf has a node that accumulates its gradient"
+
+    def fill(gradients: tuple[Tensor | None, ...]) -> None:
+        if gradients[0] is None and weight.grad is None:
+            weight.grad = weight.detach().new_zeros(()).expand_as(weight)
+
+    accumulate.register_prehook(fill)

@@ -32,6 +32,7 @@ OBJECTIVES: dict[str, dict[str, object]] = {
         "aggregation": "sequence_mean",
         "clip_low": 0.03,
         "clip_high": 0.04,
+        "dual_clip": None,
     },
 }
 """Settings of `loss`; gspo clips wider than its paper, so that the drift leaves some unclipped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,14 +36,16 @@ class Batch:
 
 def random_batch(
     seed: int,
-    lengths: tuple[int, ...] = (5, 1, 7, 3, 4, 6),
-    groups: tuple[int, ...] = (0, 0, 1, 1, 2, 2),
+    lengths: tuple[int, ...] = (5, 1, 7, 3, 4, 6, 3, 2, 1),
+    groups: tuple[int, ...] = (0, 0, 1, 1, 2, 2, 2, 3, 3),
     *,
+    silent: tuple[int, ...] = (6, 7, 8),
     spread: float = 0.5,
     padding: int = 3,
     dtype: torch.dtype = torch.float64,
 ) -> Batch:
-    """Responses back to back; the first token of longer ones and the padding are masked."""
+    """Responses back to back, then padding. Masked are padding, the first token of longer
+    responses, and those of `silent`: a member of group 2, and all of group 3."""
     g = torch.Generator().manual_seed(seed)
     index = torch.repeat_interleave(
         torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64)
@@ -52,8 +54,10 @@ def random_batch(
     tokens = index.numel()
     mask = torch.ones(tokens, dtype=torch.bool)
     start = 0
-    for length in lengths:
+    for number, length in enumerate(lengths):
         mask[start] = length < 4
+        if number in silent:
+            mask[start : start + length] = False
         start += length
     mask[start:] = False
 
@@ -80,6 +84,19 @@ def random_batch(
     batch.logprobs.requires_grad_()
     batch.entropy.requires_grad_()
     return batch
+
+
+def in_float64(batch: Batch) -> Batch:
+    """The same numbers in float64, with leaves of their own."""
+    wide = {
+        name: value.detach().double()
+        for name, value in vars(batch).items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    copy = replace(batch, **wide)
+    copy.logprobs.requires_grad_()
+    copy.entropy.requires_grad_()
+    return copy
 
 
 def reference_loss(batch: Batch, config: LossConfig) -> Tensor:

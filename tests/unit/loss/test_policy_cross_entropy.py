@@ -182,6 +182,9 @@ def test_nan_in_masked_positions_changes_nothing() -> None:
         logits = data.logits()
         if data is dirty:
             logits.data[masked] = math.nan
+            data.hidden.data[masked] = math.nan
+            terms = fused(data.hidden, data.weight, data, config, chunk_tokens=6)
+            grads = torch.autograd.grad(terms.loss_sum, [data.hidden, data.weight])
         from_logits = fused(logits, None, data, config)
         results.append([terms.loss_sum, *grads, *torch.autograd.grad(from_logits.loss_sum, logits)])
     assert (results[1][1][masked] == 0).all()
@@ -233,12 +236,100 @@ def test_the_weight_gradient_goes_to_main_grad_scaled() -> None:
     terms = fused(data.hidden, data.weight, data, LossConfig())
     (wanted,) = torch.autograd.grad(2 * terms.loss_sum, data.weight)
     main_grad = torch.ones(WIDTH, HIDDEN)
-    (
-        2 * fused(data.hidden, data.weight, data, LossConfig(), main_grad=main_grad).loss_sum
-    ).backward()
+    terms = fused(data.hidden, data.weight, data, LossConfig(), main_grad=main_grad)
+    assert (main_grad == 1).all()
+    (2 * terms.loss_sum).backward()
     torch.testing.assert_close(main_grad - 1, wanted, atol=1e-5, rtol=1e-5)
-    assert (data.weight.grad == 0).all()
+    assert data.weight.grad is None
     assert data.weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("scale", [8.0, torch.tensor(0.25)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_known_incoming_scale_fills_main_grad_while_the_logits_are_there(
+    dtype: torch.dtype, scale: Tensor | float
+) -> None:
+    data, config = case(dtype), CONFIGS["everything"]
+    main_grad, later = torch.ones(2, WIDTH, HIDDEN).unbind()
+    wanted = fused(data.hidden, data.weight, data, config, main_grad=later, chunk_tokens=6)
+    (scale * wanted.loss_sum).backward()
+    hidden_grad, data.hidden.grad = data.hidden.grad, None
+    terms = fused(
+        data.hidden,
+        data.weight,
+        data,
+        config,
+        main_grad=main_grad,
+        incoming_scale=scale,
+        chunk_tokens=6,
+    )
+    assert torch.equal(terms.loss_sum, wanted.loss_sum)
+    torch.testing.assert_close(main_grad, later, atol=1e-5, rtol=1e-5)
+    formed = main_grad.clone()
+    (scale * terms.loss_sum).backward()
+    assert torch.equal(main_grad, formed)
+    assert torch.equal(data.hidden.grad, hidden_grad)  # a power of two scales without rounding
+    assert data.weight.grad is None
+    assert data.weight.grad_added_to_main_grad
+
+
+@pytest.mark.parametrize("from_hidden", [True, False])
+def test_a_known_incoming_scale_without_main_grad_gives_the_same_gradients(
+    from_hidden: bool,
+) -> None:
+    data = case()
+    results = []
+    for scale in (None, 4.0):
+        source, weight = (data.hidden, data.weight) if from_hidden else (data.logits(), None)
+        terms = fused(source, weight, data, LossConfig(), incoming_scale=scale)
+        leaves = [source, weight] if from_hidden else [source]
+        results.append(torch.autograd.grad(4.0 * terms.loss_sum, leaves))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_another_gradient_than_incoming_scale_is_refused() -> None:
+    data, main_grad = case(torch.float32), torch.zeros(WIDTH, HIDDEN)
+    given = {"main_grad": main_grad, "incoming_scale": 2.0}
+    terms = fused(data.hidden, data.weight, data, LossConfig(), **given)
+    with pytest.raises(RuntimeError, match=r"incoming_scale=2.0, but loss_sum receives 3.0"):
+        (3 * terms.loss_sum).backward()
+    terms = fused(data.hidden, data.weight, data, LossConfig(), **given)
+    (2 * terms.loss_sum).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second backward"):
+        (2 * terms.loss_sum).backward()
+
+
+def test_a_frozen_weight_leaves_main_grad_alone() -> None:
+    data, main_grad = case(torch.float32), torch.zeros(WIDTH, HIDDEN)
+    weight = data.weight.detach()
+    terms = fused(data.hidden, weight, data, LossConfig(), main_grad=main_grad, incoming_scale=1.0)
+    terms.loss_sum.backward()
+    assert (main_grad == 0).all()
+    with torch.no_grad():
+        fused(data.hidden, data.weight, data, LossConfig(), main_grad=main_grad, incoming_scale=1.0)
+    assert (main_grad == 0).all()
+
+
+def test_two_runs_are_equal_bit_by_bit() -> None:
+    results = []
+    for _ in range(2):
+        data = case(torch.bfloat16)
+        terms = fused(data.hidden, data.weight, data, CONFIGS["everything"], chunk_tokens=6)
+        grads = torch.autograd.grad(terms.loss_sum, [data.hidden, data.weight])
+        metrics = torch.tensor(list(values(terms).values()))
+        results.append([terms.loss_sum, terms.logprobs, terms.entropy, metrics, *grads])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, -1])
+@pytest.mark.parametrize("from_hidden", [True, False])
+def test_a_block_has_at_least_one_row(from_hidden: bool, chunk_tokens: int) -> None:
+    data = case()
+    source, weight = (data.hidden, data.weight) if from_hidden else (data.logits(), None)
+    with pytest.raises(ValueError, match=f"chunk_tokens={chunk_tokens}: need at least 1"):
+        fused(source, weight, data, LossConfig(), chunk_tokens=chunk_tokens)
 
 
 def test_without_weights_a_token_weighs_one() -> None:
