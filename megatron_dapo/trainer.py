@@ -249,7 +249,7 @@ class Trainer:
                 stream,
                 self.config.model.path,
                 self.config.run_dir / HF_FOLDER,
-                expected=stream.tensors.keys(),
+                expected=stream.tensors,
                 dtype=stream.dtype,
                 tokenizer_folder=self.config.model.tokenizer,
                 overwrite=True,

@@ -8,13 +8,16 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-FAMILIES = ("qwen2", "qwen2_tied", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe")
 
 
 def tiny_model(
     family: str, *, layers: int = 4, seed: int = 0, **overrides: object
 ) -> PreTrainedModel:
-    """A fp32 model of `family`; biases and norms are moved off their trivial start values."""
+    """A fp32 model of `family`; biases and norms are moved off their trivial start values.
+
+    `smollm2` is a Llama of that model's proportions: tied, 9 heads on 3 key/value heads of 64.
+    """
     shape = {
         "vocab_size": 512,
         "hidden_size": 128,
@@ -23,14 +26,21 @@ def tiny_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": family == "qwen2_tied",
+        "tie_word_embeddings": family in ("qwen2_tied", "smollm2"),
         "initializer_range": 0.08,
         "eos_token_id": 2,
         "bos_token_id": None,
         "pad_token_id": 0,
     } | overrides
     torch.manual_seed(seed)
-    if family in ("qwen2", "qwen2_tied"):
+    if family == "smollm2":
+        heads = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}
+        rope = {"rope_type": "default", "rope_theta": 100000.0}
+        config = transformers.LlamaConfig(**shape | heads | {"rope_parameters": rope} | overrides)
+        model = transformers.LlamaForCausalLM(config)
+    elif family == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    elif family in ("qwen2", "qwen2_tied"):
         model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
     elif family == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{"head_dim": 32} | shape))

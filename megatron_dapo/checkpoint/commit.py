@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 """Folder in a run directory."""
+TENSORS = "megatron"
+"""Folder in a checkpoint: the distributed checkpoint of weights and optimizer."""
 MANIFEST_FILE = "manifest.json"
 POINTER_FILE = "latest"
 """Holds the name of the newest complete checkpoint, for people and scripts."""

@@ -22,6 +22,7 @@ from pydantic import JsonValue
 
 from megatron_dapo import device
 from megatron_dapo.checkpoint.commit import (
+    TENSORS,
     FileRecord,
     commit,
     list_files,
@@ -45,7 +46,6 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E
 
 logger = logging.getLogger(__name__)
 
-TENSORS = "megatron"
 CRITIC = "critic"
 STATE_FILE = "state.json"
 RANDOM = "random"

@@ -18,10 +18,8 @@ from megatron_dapo.observability.logs import quiet_logs
 def main(argv: Sequence[str] | None = None) -> int:
     """Take part in one conversion as the rank that the environment names."""
     parser = argparse.ArgumentParser(prog="python -m megatron_dapo.cli.convert_rank")
-    parser.add_argument("action", choices=["convert", "export"])
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--checkpoint", type=Path)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(argv)
     quiet_logs()
 
@@ -30,13 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from megatron_dapo import device
     from megatron_dapo.checkpoint.commit import CHECKPOINTS
-    from megatron_dapo.checkpoint.export import write_hf_folder
-    from megatron_dapo.checkpoint.state import load_checkpoint, save_checkpoint
+    from megatron_dapo.checkpoint.state import save_checkpoint
     from megatron_dapo.config import load_config
     from megatron_dapo.parallel.launch_env import read_launch_env
     from megatron_dapo.policy.model import build_chunks
     from megatron_dapo.resharding.load import load_hf_weights
-    from megatron_dapo.resharding.transfer import export_stream
     from megatron_dapo.trainer import join_ranks
 
     config = load_config(options.config)
@@ -46,28 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     parallel = join_ranks(config, environment)
     chunks = build_chunks(config, hf_config, parallel)
-    if options.action == "convert":
-        load_hf_weights(chunks, hf_config, source, parallel)
-        save_checkpoint(
-            config.run_dir / CHECKPOINTS,
-            0,
-            chunks=chunks,
-            optimizer=None,
-            state={},
-            parallel=parallel,
-            keep=1,
-        )
-    else:
-        load_checkpoint(options.checkpoint, chunks=chunks, optimizer=None, parallel=parallel)
-        stream = export_stream(chunks, hf_config, parallel)
-        write_hf_folder(
-            stream,
-            source,
-            options.out,
-            expected=stream.tensors.keys(),
-            dtype=stream.dtype,
-            tokenizer_folder=config.model.tokenizer,
-        )
+    load_hf_weights(chunks, hf_config, source, parallel)
+    save_checkpoint(
+        options.out / CHECKPOINTS,
+        0,
+        chunks=chunks,
+        optimizer=None,
+        state={},
+        parallel=parallel,
+        keep=1,
+    )
     parallel.destroy()
     return 0
 

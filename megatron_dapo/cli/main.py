@@ -78,7 +78,7 @@ def _add_export(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("export", help="checkpoint of a run -> Hugging Face folder")
     parser.add_argument("checkpoint", type=Path, metavar="RUN_OR_CHECKPOINT")
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("overrides", nargs="*", metavar="parallel.key=value")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.set_defaults(run=_export)
 
 
@@ -119,7 +119,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    from megatron_dapo.cli.convert import export_main
+    from megatron_dapo.cli.export import export_main
 
     return export_main(options)
 

@@ -91,26 +91,29 @@ def weight_problems(folder: Path) -> Iterator[str]:
             "model.path to its folder."
         )
     for file in sorted(folder.glob("*.safetensors")):
-        if not _is_whole(file):
+        if safetensors_header(file) is None:
             yield (
                 f"model.path={folder}: {file.name} has {file.stat().st_size} bytes, fewer or more "
                 "than its header says. Fetch it again."
             )
 
 
-def _is_whole(safetensors: Path) -> bool:
-    """True when the file is as long as its header says: 8 bytes of length, JSON, tensors."""
-    with safetensors.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        size = safetensors.stat().st_size
+def safetensors_header(file: Path) -> dict[str, dict] | None:
+    """The header of a safetensors file: tensor name -> dtype, shape and place.
+
+    None when the file is not as long as its header says: 8 bytes of length, JSON, tensors.
+    """
+    with file.open("rb") as opened:
+        header_bytes = int.from_bytes(opened.read(8), "little")
+        size = file.stat().st_size
         if not 2 <= header_bytes <= size - 8:
-            return False
+            return None
         try:
-            header = json.loads(file.read(header_bytes))
+            header: dict[str, dict] = json.loads(opened.read(header_bytes))
         except ValueError:
-            return False
+            return None
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return 8 + header_bytes + max(ends, default=0) == size
+    return header if 8 + header_bytes + max(ends, default=0) == size else None
 
 
 def _file_problems(config: RunConfig) -> Iterator[str]:

@@ -27,6 +27,13 @@ def family_problems(hf_config: Mapping[str, object]) -> Iterator[str]:
             f"{', '.join(FAMILIES)}. Choose a model of one of these families."
         )
         return
+    quantization = hf_config.get("quantization_config")
+    if quantization is not None:
+        yield (
+            f"model.path: its config.json has quantization_config={quantization!r}; can train "
+            "weights in bfloat16 or float32 alone. Give the model that was not quantised, or write "
+            "it out in bfloat16 first."
+        )
     wanted: dict[str, object] = {"hidden_act": "silu"}
     wanted["mlp_bias" if family == "llama" else "use_sliding_window"] = False
     if family != "qwen2":

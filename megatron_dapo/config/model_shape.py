@@ -80,7 +80,9 @@ def read_hf_config(folder: Path) -> dict[str, object]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        state = "has no config.json" if folder.is_dir() else "does not exist"
+        state = "does not exist"
+        if folder.exists():
+            state = "has no config.json" if folder.is_dir() else "is a file"
         raise ConfigError(
             f"model.path={folder} {state}; must be a Hugging Face model folder. "
             "Download the model there, or set model.path."

@@ -58,7 +58,7 @@ FOUR_RANKS_MOE = [
 def _write_folders(root: Path) -> None:
     for family in FAMILIES:
         model = tiny_model(family, hidden_size=64, intermediate_size=96, vocab_size=VOCAB)
-        sharded = family in ("qwen3", "qwen3_moe")
+        sharded = family in ("llama", "qwen3", "qwen3_moe")
         model.save_pretrained(root / family, max_shard_size="400KB" if sharded else "5GB")
 
 
@@ -144,7 +144,7 @@ def _exports_a_folder(folder: Path, out: Path, layout: ParallelConfig) -> None:
         stream,
         folder,
         out,
-        expected=stream.tensors.keys(),
+        expected=stream.tensors,
         dtype=stream.dtype,
         max_shard_bytes=300_000,
     )
@@ -232,7 +232,7 @@ def _walk_two_ranks(rank: int, world: int, root: Path) -> None:
 
 
 def _walk_four_ranks(rank: int, world: int, root: Path) -> None:
-    for family in ("qwen2_tied", "qwen3"):
+    for family in ("llama", "qwen2_tied", "qwen3"):
         for layout in FOUR_RANKS:
             _round_trip(root / family, layout)
     for layout in FOUR_RANKS_MOE:

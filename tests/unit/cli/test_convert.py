@@ -1,55 +1,102 @@
-"""What `convert` and `export` decide before they start a rank."""
+"""What `convert` decides before it starts a rank: a refusal touches nothing."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cli.convert import convert_main, export_config
+from megatron_dapo.cli import convert
+from megatron_dapo.cli.convert import convert_main
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.load import save_resolved
-from tests.unit.config.runs import DENSE, MOE, write_run
-
-LAYOUTS = [
-    ["parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.pipeline=2"],
-    ["parallel.pipeline=2", "parallel.virtual_pipeline=2", "parallel.context=2"],
-    ["parallel.data=4", "parallel.nodes=2"],
-    ["device=cuda", "parallel.tensor=2", "rollout.engines=2", "rollout.engine_tensor=2"],
-    ["device=cuda", "parallel.tensor=2", "rollout.placement=disaggregated"],
-]
+from tests.unit.config.runs import DENSE, write_run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
-def test_a_run_of_any_layout_is_exported_by_one_rank(tmp_path: Path, layout: list[str]) -> None:
-    run = load_config(write_run(tmp_path), layout)
-    save_resolved(run, run.run_dir)
-    assert export_config(run.run_dir, []).parallel.world_size == 1
-    assert export_config(run.run_dir, ["parallel.data=2"]).parallel.world_size == 2
+def options(folder: Path, *overrides: str) -> argparse.Namespace:
+    return argparse.Namespace(
+        hf_folder=folder / "model", out=folder / "out", overrides=list(overrides)
+    )
 
 
-def test_experts_come_back_to_one_rank(tmp_path: Path) -> None:
-    layout = ["parallel.data=2", "parallel.expert=2", "parallel.expert_tensor=1"]
-    run = load_config(write_run(tmp_path, hf=MOE), layout)
-    save_resolved(run, run.run_dir)
-    assert export_config(run.run_dir, []).parallel.expert_tensor_size == 1
+def fake_ranks(monkeypatch: pytest.MonkeyPatch, code: int) -> list[Sequence[str]]:
+    """Ranks that write one file and end with `code`; returns the commands they got."""
+    commands: list[Sequence[str]] = []
+
+    def launch(command: Sequence[str], world_size: int, logs: Path) -> int:
+        commands.append(command)
+        Path(command[command.index("--out") + 1], "weights").touch()
+        return code
+
+    monkeypatch.setattr(convert, "launch_ranks", launch)
+    return commands
 
 
-def test_a_layout_that_cannot_hold_the_model_is_refused(tmp_path: Path) -> None:
-    run = load_config(write_run(tmp_path, hf=DENSE), [])
-    save_resolved(run, run.run_dir)
-    with pytest.raises(ConfigError, match=r"parallel\.tensor=3: must divide"):
-        export_config(run.run_dir, ["parallel.tensor=3"])
+def test_the_shards_appear_at_once_with_the_configuration_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, hf=DENSE | {"torch_dtype": "float32"})
+    commands = fake_ranks(monkeypatch, 0)
+    assert convert_main(options(tmp_path, "parallel.tensor=2")) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}\n"
+    assert str(tmp_path / ".out.tmp") in commands[0]
+    config = load_config(tmp_path / "out" / "config.resolved.yaml")
+    assert (config.run_dir, config.parallel.tensor) == (tmp_path / "out", 2)
+    assert config.model.dtype == "float32"
+    assert not (tmp_path / ".out.tmp").exists()
 
 
-def test_convert_never_touches_a_run_that_has_checkpoints(tmp_path: Path) -> None:
+def test_ranks_that_fail_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path)
-    kept = tmp_path / "run" / "checkpoints" / "step_00000005" / "manifest.json"
+    before = sorted(tmp_path.iterdir())
+    fake_ranks(monkeypatch, 1)
+    assert convert_main(options(tmp_path)) == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_impossible_layout_leaves_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=r"parallel\.tensor=3: must divide"):
+        convert_main(options(tmp_path, "parallel.tensor=3"))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "checkpoints/step_00000005/manifest.json"])
+def test_a_folder_that_holds_something_is_refused_untouched(tmp_path: Path, name: str) -> None:
+    write_run(tmp_path)
+    kept = tmp_path / "out" / name
     kept.parent.mkdir(parents=True)
     kept.write_text("{}")
-    options = argparse.Namespace(hf_folder=tmp_path / "model", out=tmp_path / "run", overrides=[])
-    with pytest.raises(ConfigError, match="nothing is overwritten"):
-        convert_main(options)
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoints"]
+    with pytest.raises(ConfigError, match=r"exists: name a folder .* nothing is overwritten"):
+        convert_main(options(tmp_path))
+    assert [p for p in (tmp_path / "out").rglob("*") if p.is_file()] == [kept]
     assert kept.read_text() == "{}"
+
+
+def test_a_file_is_refused_and_an_empty_folder_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path)
+    (tmp_path / "out").touch()
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        convert_main(options(tmp_path))
+    (tmp_path / "out").unlink()
+    (tmp_path / "out").mkdir()
+    fake_ranks(monkeypatch, 0)
+    assert convert_main(options(tmp_path)) == 0
+    assert (tmp_path / "out" / "weights").is_file()
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    write_run(tmp_path, hf=DENSE | {"quantization_config": {"quant_method": "fp8"}})
+    with pytest.raises(ConfigError, match=r"quantization_config=.*bfloat16 or float32"):
+        convert_main(options(tmp_path))
+
+
+def test_the_folder_may_not_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model").write_text(json.dumps(DENSE))
+    with pytest.raises(ConfigError, match=r"model is a file; must be a Hugging Face model folder"):
+        convert_main(options(tmp_path))

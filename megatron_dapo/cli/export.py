@@ -1,0 +1,159 @@
+"""`export`: checkpoint of a run -> Hugging Face folder, in this process and little memory.
+
+No rank is started and no model is built: the weights are read parameter by parameter and written
+as they come, so a model of any size and layout needs the memory of its largest tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from megatron_dapo.checkpoint.commit import (
+    CHECKPOINTS,
+    TENSORS,
+    find_faults,
+    list_steps,
+    newest_complete,
+    read_manifest,
+    require_complete,
+    step_folder,
+    verify_files,
+)
+from megatron_dapo.config import ConfigError, RunConfig, load_config
+from megatron_dapo.config.load import RESOLVED_FILE
+from megatron_dapo.config.model_family import family_problems
+from megatron_dapo.config.model_shape import read_hf_config
+
+
+def export_main(options: argparse.Namespace) -> int:
+    """`megatron-dapo export RUN_OR_CHECKPOINT OUT`; returns the exit code.
+
+    Raises:
+        ConfigError: no complete checkpoint is there, it is not of the model that the run names,
+            or OUT exists.
+    """
+    run_dir, checkpoint = find_checkpoint(options.checkpoint.absolute())
+    out = options.out.absolute()
+    if out.exists():
+        raise ConfigError(f"OUT={out} exists: name a folder that does not, nothing is overwritten")
+    config = export_config(run_dir, options.overrides)
+    try:
+        with _cleaning_up():
+            export_checkpoint(checkpoint, config, out)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    sys.stdout.write(f"{options.out}\n")
+    return 0
+
+
+def export_config(run_dir: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration that a run was trained with; then `overrides`, of paths for example.
+
+    Raises:
+        ConfigError: an override names a layout, or model.path holds no model of a known family.
+    """
+    layout = [item for item in overrides if item.startswith("parallel.")]
+    if layout:
+        raise ConfigError(
+            f"override {layout[0]}: an export reads what any layout saved, in one process. "
+            "Leave it out."
+        )
+    config = load_config(run_dir / RESOLVED_FILE, overrides)
+    problems = list(family_problems(read_hf_config(config.model.path)))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
+    """Write the weights of a complete checkpoint as a Hugging Face folder.
+
+    One process calls it, without process groups. Its memory beside torch is twice the largest
+    parameter, whatever the size of the model.
+
+    Args:
+        config: names the model's folder (configuration, tokenizer) and the dtype to write.
+
+    Raises:
+        ConfigError: a file of the checkpoint is damaged.
+        ValueError: the checkpoint is not of the model in `config.model.path`, or `out` exists.
+    """
+    # Imported here: the other answers of this command need neither torch nor transformers.
+    import torch
+    from transformers import AutoConfig
+
+    from megatron_dapo.checkpoint.export import check_paths, write_hf_folder
+    from megatron_dapo.resharding.saved_weights import saved_weights
+
+    source = config.model.path
+    check_paths(source, out)
+    hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    stream = saved_weights(checkpoint / TENSORS, hf_config, dtype=dtype)
+    try:
+        verify_files(checkpoint, [n for n in read_manifest(checkpoint) if n.startswith(TENSORS)])
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
+    write_hf_folder(
+        stream,
+        source,
+        out,
+        expected=stream.tensors,
+        dtype=dtype,
+        tokenizer_folder=config.model.tokenizer,
+    )
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """Run directory and checkpoint that `path` names: a run (its newest one), or one of its steps.
+
+    Raises:
+        ConfigError: neither; the message says which steps there are.
+    """
+    run_dir = path if (path / RESOLVED_FILE).is_file() else path.parent.parent
+    if not (run_dir / RESOLVED_FILE).is_file():
+        raise ConfigError(
+            f"CHECKPOINT={path}: must be a run directory (with {RESOLVED_FILE}) or one of its "
+            f"{CHECKPOINTS}/step_N folders"
+        )
+    folder = run_dir / CHECKPOINTS
+    checkpoint = newest_complete(folder) if path == run_dir else path
+    if checkpoint is None:
+        raise ConfigError(
+            f"CHECKPOINT={path}: no complete checkpoint in {folder}; {_what_exists(folder)}"
+        )
+    if not checkpoint.is_dir():
+        raise ConfigError(f"CHECKPOINT={path} does not exist; {_what_exists(folder)}")
+    try:
+        require_complete(checkpoint)
+    except RuntimeError as error:
+        raise ConfigError(f"{error}; {_what_exists(folder)}") from error
+    return run_dir, checkpoint
+
+
+def _what_exists(folder: Path) -> str:
+    steps = [step for step in list_steps(folder) if not find_faults(step_folder(folder, step))]
+    if not steps:
+        return f"{folder} holds no complete step"
+    return f"{folder} holds steps {', '.join(map(str, steps))}"
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """Let SIGTERM and a closed terminal end the process as Ctrl-C does: through its clean-up."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    previous = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,90 @@
+"""What `export` decides before it reads a weight."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.export import export_config, export_main, find_checkpoint
+from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config.load import save_resolved
+from tests.unit.config.runs import write_run
+
+LAYOUTS = [
+    ["parallel.tensor=2", "parallel.sequence_parallel=true", "parallel.pipeline=2"],
+    ["parallel.data=4", "parallel.nodes=2"],
+    ["device=cuda", "parallel.tensor=2", "rollout.placement=disaggregated"],
+]
+
+
+def write_checkpoint(run_dir: Path, step: int, *, complete: bool = True) -> Path:
+    """A step of one file."""
+    folder = run_dir / "checkpoints" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("{}")
+    size = 2 if complete else 3
+    record = {"bytes": size, "sha256": "0" * 64}
+    manifest = {"format": 1, "step": step, "files": {"state.json": record}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    run = load_config(write_run(tmp_path), [])
+    save_resolved(run, run.run_dir)
+    return run.run_dir
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+def test_a_run_of_any_layout_is_exported_without_one(tmp_path: Path, layout: list[str]) -> None:
+    run = load_config(write_run(tmp_path), layout)
+    save_resolved(run, run.run_dir)
+    assert export_config(run.run_dir, []) == run
+    with pytest.raises(ConfigError, match=r"parallel\.data=2: an export reads what any layout"):
+        export_config(run.run_dir, ["parallel.data=2"])
+
+
+def test_the_model_folder_may_have_moved(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="does not exist"):
+        export_config(run_dir, [])
+    moved = export_config(run_dir, [f"model.path={tmp_path / 'moved'}"])
+    assert moved.model.path == tmp_path / "moved"
+
+
+def test_a_step_that_is_not_there_is_answered_with_those_that_are(run_dir: Path) -> None:
+    kept = [write_checkpoint(run_dir, step) for step in (10, 20)]
+    write_checkpoint(run_dir, 30, complete=False)
+    missing = run_dir / "checkpoints" / "step_00000015"
+    with pytest.raises(ConfigError, match=r"step_00000015 does not exist; .* holds steps 10, 20$"):
+        find_checkpoint(missing)
+    with pytest.raises(ConfigError, match=r"step_00000030 is incomplete.* holds steps 10, 20$"):
+        find_checkpoint(run_dir / "checkpoints" / "step_00000030")
+    assert find_checkpoint(run_dir) == (run_dir, kept[-1])
+    assert find_checkpoint(kept[0]) == (run_dir, kept[0])
+
+
+def test_a_run_without_a_complete_step_says_so(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no complete checkpoint in .* holds no complete step"):
+        find_checkpoint(run_dir)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must be a run directory \(with config\.resolved"):
+        find_checkpoint(tmp_path / "nowhere")
+
+
+def test_an_existing_folder_is_refused_before_the_model_is_looked_at(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    write_checkpoint(run_dir, 10)
+    (tmp_path / "model" / "config.json").unlink()
+    (tmp_path / "out").mkdir()
+    options = argparse.Namespace(checkpoint=run_dir, out=tmp_path / "out", overrides=[])
+    with pytest.raises(ConfigError, match="nothing is overwritten"):
+        export_main(options)
+    assert list((tmp_path / "out").iterdir()) == []
