@@ -15,6 +15,7 @@ from megatron_dapo.config.layout_checks import layout_problems
 from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.model_shape import ModelShape
 from megatron_dapo.config.redact import redact_text
+from megatron_dapo.config.resharding_checks import resharding_problems
 from megatron_dapo.config.schema import AdvantageConfig, CriticConfig, LossConfig, RunConfig
 
 GSPO_WIDEST_CLIP = 0.1
@@ -42,6 +43,7 @@ def check_config(config: RunConfig, hf_config: Mapping[str, object]) -> None:
         *advantage_problems(config),
         *loss_problems(config.loss),
         *rollout_problems(config, shape),
+        *resharding_problems(config, shape),
         *layout_problems(config, shape),
         *data_problems(config),
         *model_problems(config, shape),

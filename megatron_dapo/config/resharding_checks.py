@@ -50,6 +50,7 @@ def _transport_problems(config: RunConfig) -> Iterator[str]:
             f"{seen}: moves memory of GPUs, and device=cpu. Allowed there are files and gloo; "
             "leave it out for files."
         )
+        return
     if transport == "gloo" and config.device == "cuda":
         yield (
             f"{seen}: moves memory of the CPU, and device=cuda. Allowed there are nccl, cuda_ipc, "
@@ -92,6 +93,8 @@ def _quantization_problems(config: RunConfig, shape: ModelShape) -> Iterator[str
 def _cut_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     ranks = config.rollout.engine_tensor
     seen = f"rollout.engine_tensor={ranks}"
+    if shape.heads % ranks:
+        return  # said by the rules of the engines
     if shape.kv_heads % ranks and ranks % shape.kv_heads:
         yield (
             f"{seen}: must divide the model's {shape.kv_heads} key/value heads, or be a multiple "

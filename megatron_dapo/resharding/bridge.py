@@ -177,15 +177,30 @@ class Bridge:
         """Hand the weights to these engines (default all), which are in `update_weights` meanwhile.
 
         Raises:
-            RuntimeError: an engine that does not come or take its messages within the timeout; the
-                message names its rank. The next `payload` then names a new place to meet.
+            RuntimeError: on all ranks, if an engine did not come to one or did not take its
+                messages within the timeout; the message names it. The next `payload` names a new
+                place to meet all these engines.
         """
         if version != self._version:
             raise RuntimeError(f"version {version} is to be sent, {self._version} was prepared")
         chosen = range(self.plan.engine.replicas) if engines is None else engines
         if self.transport != "files":
             self.outbox.start()
-        self._sender.send(version, self.outbox, tuple(chosen))
+        failure: RuntimeError | None = None
+        try:
+            self._sender.send(version, self.outbox, tuple(chosen))
+        except RuntimeError as error:
+            failure = error
+            self._sender.rejoin(tuple(chosen))  # closes connections: nobody waits for this rank
+        failed = self._numbers_of_ranks(int(failure is not None))
+        if failure is not None:
+            raise failure
+        if failed:
+            self._sender.rejoin(tuple(chosen))
+            raise RuntimeError(
+                f"trainer rank {next(iter(failed))} could not send weights {version} to the "
+                "engines; its log says to which"
+            )
 
     def rejoin(self, engine: int) -> None:
         """An engine has been restarted: `payload` names a new place to meet it. Local."""
@@ -229,10 +244,7 @@ class Bridge:
 
     def _agree(self, failure: OSError | None) -> None:
         """Raise on all ranks what failed on one; otherwise go on when all have come here."""
-        numbers = torch.zeros(self._parallel.world_size, dtype=torch.int64)
-        numbers[self._parallel.rank] = 0 if failure is None else failure.errno or -1
-        self._all_reduce(numbers, dist.ReduceOp.SUM)
-        failed = {rank: number for rank, number in enumerate(numbers.tolist()) if number}
+        failed = self._numbers_of_ranks(0 if failure is None else failure.errno or -1)
         if failed:
             causes = ", ".join(f"rank {r}: {os.strerror(max(n, 0))}" for r, n in failed.items())
             raise RuntimeError(
@@ -240,6 +252,13 @@ class Bridge:
                 f"versions of {self.plan.bytes_moved // self.plan.engine.replicas} bytes; enlarge "
                 "it, or use another resharding.transport"
             ) from failure
+
+    def _numbers_of_ranks(self, mine: int) -> dict[int, int]:
+        """Rank -> its number, of all whose number is not 0; on every rank, once all are here."""
+        numbers = torch.zeros(self._parallel.world_size, dtype=torch.int64)
+        numbers[self._parallel.rank] = mine
+        self._all_reduce(numbers, dist.ReduceOp.SUM)
+        return {rank: number for rank, number in enumerate(numbers.tolist()) if number}
 
     def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
         work = dist.all_reduce(values, operation, group=self._parallel.control_group, async_op=True)

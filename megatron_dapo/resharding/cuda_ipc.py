@@ -119,7 +119,7 @@ class NoteBoard:
         """
         try:
             store.wait([key], self.timeout)
-        except dist.DistStoreError as error:
+        except RuntimeError as error:
             raise RuntimeError(
                 f"{what} within {self.timeout.total_seconds():g} s (resharding.timeout_seconds)"
             ) from error
@@ -153,10 +153,13 @@ class CudaIpcSender:
         self._boards = list(boards)
         self._rank, self._device, self._bucket_bytes = rank, device, bucket_bytes
         self._stores: dict[int, dist.FileStore] = {}
+        self._sent: set[int] = set()
         self.staging_bytes = 0
 
     def prepare(self, version: int, outbox: Outbox) -> None:
-        """Nothing: the engines are told first."""
+        """A version that was sent before needs boards without notes about it."""
+        if version in self._sent:
+            self.rejoin(tuple(range(len(self._boards))))
 
     def describe(self, payload: UpdatePayload) -> None:
         """Name the board that each engine reads."""
@@ -166,7 +169,7 @@ class CudaIpcSender:
         """Offer every message to its worker of each engine and wait until all have been read.
 
         Raises:
-            RuntimeError: a worker that does not read in time, by name.
+            RuntimeError: a worker that does not read in time, by name; then `rejoin`.
         """
         for engine in engines:
             if engine not in self._stores:
@@ -175,25 +178,22 @@ class CudaIpcSender:
         room = max((place(batch)[-1] for batch in batches), default=0)
         slots = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in batches[:2]]
         self.staging_bytes = max(self.staging_bytes, room * len(slots))
+        self._sent.add(version)
         prefix = f"{version}_{self._rank}"
         for engine in engines:
             for number, slot in enumerate(slots):
                 self._stores[engine].set(f"buffer_{prefix}_{number}", export_buffer(slot))
-        try:
-            for number, batch in enumerate(batches):
-                if number >= len(slots):
-                    self._wait_until_read(prefix, number - 2, batches, engines)
-                for message, start in zip(batch, place(batch)[:-1], strict=True):
-                    slot = slots[number % 2]
-                    outbox.pack(message, slot[start : start + message.num_bytes])
-                torch.cuda.synchronize(self._device)  # readers see the buffer, not the stream
-                for engine in engines:
-                    self._stores[engine].set(f"ready_{prefix}_{number}", "1")
-            for number in range(max(len(batches) - 2, 0), len(batches)):
-                self._wait_until_read(prefix, number, batches, engines)
-        except RuntimeError:
-            self.rejoin(engines)
-            raise
+        for number, batch in enumerate(batches):
+            if number >= len(slots):
+                self._wait_until_read(prefix, number - 2, batches, engines)
+            for message, start in zip(batch, place(batch)[:-1], strict=True):
+                slot = slots[number % 2]
+                outbox.pack(message, slot[start : start + message.num_bytes])
+            torch.cuda.synchronize(self._device)  # readers see the buffer, not the stream
+            for engine in engines:
+                self._stores[engine].set(f"ready_{prefix}_{number}", "1")
+        for number in range(max(len(batches) - 2, 0), len(batches)):
+            self._wait_until_read(prefix, number, batches, engines)
 
     def _wait_until_read(
         self,

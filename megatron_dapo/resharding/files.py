@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dapo.resharding.messages import Outbox
@@ -213,12 +213,17 @@ class FileReceiver:
         path = self._folder / file_name(sender, self._receiver)
         wanted = self._plan.message_bytes(bucket, sender, self._receiver)
         if not path.is_file():
-            raise RuntimeError(f"{path} with bucket {bucket} of trainer rank {sender} is missing")
-        with safe_open(path, framework="pt", device="cpu") as file:
-            self._check_origin(path, file.metadata())
-            name = f"bucket_{bucket}"
-            names = file.keys()
-            values = file.get_tensor(name) if name in names else None
+            raise RuntimeError(f"bucket {bucket} of trainer rank {sender} is missing: no {path}")
+        name = f"bucket_{bucket}"
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                self._check_origin(path, file.metadata())
+                values = file.get_tensor(name) if name in set(file.keys()) else None
+        except SafetensorError as error:
+            raise RuntimeError(
+                f"bucket {bucket} of trainer rank {sender} cannot be read from {path}, which is "
+                f"cut short or damaged: {error}"
+            ) from error
         if values is None or values.numel() != wanted:
             found = "is missing" if values is None else f"has {values.numel()} bytes"
             raise RuntimeError(

@@ -66,7 +66,7 @@ class Meeting:
         keys = [f"here_{member}" for member in range(size)]
         try:
             store.wait(keys, self.timeout)
-        except dist.DistStoreError as error:
+        except RuntimeError as error:
             missing = [self.name(m) for m, key in enumerate(keys) if not store.check([key])]
             raise RuntimeError(
                 f"{', '.join(missing)} did not join the transfer of weights within "
@@ -118,10 +118,13 @@ class _InFlight:
     works: list[tuple[dist.Work, Message, Meeting]]
 
     def wait(self) -> None:
-        for work, message, meeting in self.works:
+        while self.works:
+            work, message, meeting = self.works.pop(0)
             try:
                 work.wait(meeting.timeout)
             except RuntimeError as error:
+                del work  # it would keep the connections open that tell the others
+                self.works.clear()
                 who = meeting.name(meeting.trainers + message.receiver)
                 raise RuntimeError(
                     f"{who} did not take bucket {message.bucket} of the new weights within "
@@ -158,6 +161,7 @@ class PointToPointSender:
 
         Raises:
             RuntimeError: a worker that did not come, died, or does not take its message in time.
+                The groups of these engines are of no use any more: `rejoin`.
         """
         for engine in engines:
             if engine not in self._groups:
@@ -174,9 +178,8 @@ class PointToPointSender:
                 under_way.append(self._start(version, outbox, batch, slots[number % 2], engines))
             while under_way:
                 under_way.popleft().wait()
-        except RuntimeError:
-            self.rejoin(engines)
-            raise
+        finally:
+            under_way.clear()  # after an error they would keep connections open
 
     def _start(
         self,
@@ -201,6 +204,7 @@ class PointToPointSender:
                 try:
                     work = self._groups[engine].send([whole], to, message.bucket)
                 except RuntimeError as error:
+                    started.works.clear()
                     raise RuntimeError(
                         f"{meeting.name(to)} cannot be sent bucket {message.bucket} of the new "
                         f"weights: {first_line(error)}"
@@ -307,6 +311,8 @@ class PointToPointReceiver:
             work.wait(self._meeting.timeout)
         except RuntimeError as error:
             raise self._lost(bucket, sender, error) from error
+        finally:
+            del work  # after an error it would keep the connections open that tell the others
         found = tuple(whole[:HEADER_BYTES].view(torch.int64).tolist())
         if found != (MAGIC, self._version, bucket, sender):
             raise RuntimeError(
@@ -316,7 +322,7 @@ class PointToPointReceiver:
         return whole[HEADER_BYTES:]
 
     def _lost(self, bucket: int, sender: int, error: RuntimeError) -> RuntimeError:
-        self._group = None  # gloo closes a connection that timed out
+        self._leave()
         return RuntimeError(
             f"bucket {bucket} of the new weights did not come from {self._meeting.name(sender)} "
             f"within {self._meeting.timeout.total_seconds():g} s, or it died: {first_line(error)}"
@@ -325,10 +331,14 @@ class PointToPointReceiver:
     def end(self) -> None:
         """Release the staging buffers; a group with messages under way is left."""
         if self._expected:
-            self._group = None
-        self._expected.clear()
+            self._leave()
         self._slots = []
         self._asked = 0
+
+    def _leave(self) -> None:
+        """Close all connections, so that the others do not wait for this worker."""
+        self._expected.clear()
+        self._group = None
 
     def close(self) -> None:
         """Leave the group."""

@@ -1,0 +1,121 @@
+"""Which transport a run gets, and the combinations that are refused before a model is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import pytest
+
+from megatron_dapo.config import ConfigError, RunConfig, check_config
+from megatron_dapo.config.resharding_checks import chosen_transport
+from tests.unit.config.runs import DENSE, MOE, make_config
+
+WIDE = DENSE | {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+FP8 = {"engine_quantization": "fp8", "engine_dtype": "bfloat16"}
+Device = Literal["auto", "cpu", "cuda"]
+
+
+def run(transport: str = "auto", device: Device = "auto", **rollout: object) -> RunConfig:
+    config = make_config(resharding={"transport": transport}, rollout=rollout)
+    return config.model_copy(update={"device": device})
+
+
+BROKEN: list[tuple[str, RunConfig, Mapping[str, object]]] = [
+    *(
+        (f"resharding.transport={name}: moves memory of GPUs", run(name, "cpu"), DENSE)
+        for name in ("nccl", "cuda_ipc", "vllm_nccl", "vllm_ipc", "vllm_nccl_m2n")
+    ),
+    ("resharding.transport=gloo: moves memory of the CPU", run("gloo", "cuda"), DENSE),
+    *(
+        (
+            f"resharding.transport={name}: engines must work on the trainers' GPUs",
+            run(name, "cuda", placement="disaggregated"),
+            DENSE,
+        )
+        for name in ("cuda_ipc", "vllm_ipc")
+    ),
+    *(
+        (
+            f"resharding.transport={name}: NCCL takes no two ranks on one GPU",
+            run(name, "cuda", placement="colocated"),
+            DENSE,
+        )
+        for name in ("nccl", "vllm_nccl", "vllm_nccl_m2n")
+    ),
+    ("rollout.engine_quantization=fp8: engines on CPU", run(device="cpu", **FP8), WIDE),
+    (
+        "rollout.engine_quantization=fp8: engines compute in bfloat16",
+        run(device="cuda", engine_quantization="fp8", engine_dtype="float32"),
+        WIDE,
+    ),
+    (
+        "rollout.engine_quantization=fp8: scales are for blocks",
+        run(device="cuda", **FP8, engine_tensor=2, placement="disaggregated"),
+        WIDE | {"intermediate_size": 128 * 3},
+    ),
+    (
+        "rollout.engine_tensor=4: must divide the model's 6 key/value heads",
+        run(engine_tensor=4),
+        DENSE | {"num_attention_heads": 12, "num_key_value_heads": 6},
+    ),
+    (
+        "rollout.engine_tensor=4: must divide the model's intermediate_size=250",
+        run(engine_tensor=4),
+        DENSE | {"intermediate_size": 250},
+    ),
+    (
+        "rollout.engine_tensor=4: must divide the model's moe_intermediate_size=62",
+        run(engine_tensor=4),
+        MOE | {"moe_intermediate_size": 62},
+    ),
+    (
+        "resharding.probe_tolerance=0.1: not read",
+        make_config(resharding={"probe_tokens": 0, "probe_tolerance": 0.1}),
+        DENSE,
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "config", "hf"), BROKEN)
+def test_what_cannot_work_is_refused(
+    message: str, config: RunConfig, hf: Mapping[str, object]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(config, hf)
+    assert [problem for problem in caught.value.problems if problem.startswith(message)]
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "hf"),
+    [
+        (run(), DENSE),
+        (run("files", "cpu"), DENSE),
+        (run("gloo", "cpu"), DENSE),
+        (run("gloo"), DENSE),
+        (run("files", "cuda"), DENSE),
+        (run("cuda_ipc", "cuda", placement="colocated"), DENSE),
+        (run("nccl", "cuda", placement="disaggregated"), DENSE),
+        (run(device="cuda", **FP8, engine_tensor=2, placement="disaggregated"), WIDE),
+        (run(engine_tensor=4), DENSE),
+    ],
+)
+def test_what_can_work_is_not_refused(config: RunConfig, hf: Mapping[str, object]) -> None:
+    check_config(config, hf)
+
+
+@pytest.mark.parametrize(
+    ("device", "placement", "transport"),
+    [
+        ("cpu", "colocated", "files"),
+        ("cpu", "disaggregated", "files"),
+        ("cuda", "colocated", "cuda_ipc"),
+        ("cuda", "disaggregated", "nccl"),
+    ],
+)
+def test_auto_takes_what_suits_device_and_placement(
+    device: Literal["cpu", "cuda"], placement: str, transport: str
+) -> None:
+    assert chosen_transport(run(placement=placement), device) == transport
+    assert chosen_transport(run("files", placement=placement), device) == "files"
