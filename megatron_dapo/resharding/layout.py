@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_dapo.parallel.context import ParallelContext
@@ -48,6 +48,7 @@ def local_parameters(
                 f"pipeline stage {parallel.pp_rank} was built with layers {built}, "
                 f"its place in the layout has {list(layers)}"
             )
+        _check_router_biases(chunk)
         for name, parameter in chunk.named_parameters():
             entry = family.find(name, layers, first_expert)
             if entry in found:
@@ -57,6 +58,17 @@ def local_parameters(
         found, family, parallel, layers_of, range(first_expert, first_expert + per_rank)
     )
     return found
+
+
+def _check_router_biases(chunk: nn.Module) -> None:
+    """No family has a bias of the router; as a buffer it would be missed without a word."""
+    for name, _ in chunk.named_buffers():
+        if name.endswith("router.expert_bias"):
+            raise ValueError(
+                f"model buffer {name!r} steers the routing and has no Hugging Face name in the "
+                "table of this family: engines would route without it. Build the model with "
+                "moe_router_enable_expert_bias=False"
+            )
 
 
 def _check_complete(

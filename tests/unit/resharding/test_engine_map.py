@@ -136,10 +136,11 @@ def test_embedding_and_head_are_padded_as_by_vllm(place: tuple[int, int]) -> Non
     size, rank = place
     layer = VocabParallelEmbedding(VOCAB, HIDDEN, params_dtype=torch.float32)
     value = numbers(VOCAB, HIDDEN)
-    layer.weight.weight_loader(layer.weight, value)
+    parameter = layer.get_parameter("weight")
+    parameter.weight_loader(parameter, value)  # type: ignore[attr-defined, operator]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         found = placed(map_of(tensor=size), rank, {name: value}, name)
-        assert torch.equal(found, layer.weight.data), name
+        assert torch.equal(found, parameter.data), name
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 5])
@@ -200,7 +201,7 @@ def test_padding_rows_are_named() -> None:
 
 
 def test_what_tensor_ranks_cannot_share_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight: 320 .* engine_tensor=3"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight: 320 .*engine_tensor=3"):
         map_of(tensor=3)
 
 

@@ -215,7 +215,7 @@ def dense(**sizes: int) -> transformers.PretrainedConfig:
         intermediate_size=64,
         vocab_size=100,
     )
-    return transformers.Qwen3Config(**(standard | {"head_dim": 8} | sizes))
+    return transformers.AutoConfig.for_model("qwen3", **(standard | {"head_dim": 8} | sizes))
 
 
 def dense_plan(bucket_bytes: int = 1000, **sizes: int) -> ReshardPlan:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.config.schema import ParallelConfig
-from megatron_dapo.resharding.layout import check_agrees
+from megatron_dapo.resharding.layout import check_agrees, local_parameters
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import EngineLayout, TrainLayout, build_plan
 from megatron_dapo.resharding.train_map import train_placements
@@ -120,6 +120,20 @@ def test_impossible_grids_are_refused() -> None:
         TrainLayout(tensor=2, expert=4, padded_vocab_size=128)
     with pytest.raises(ValueError, match=r"129 rows must be a multiple of parallel\.tensor=2"):
         TrainLayout(tensor=2, padded_vocab_size=129)
+
+
+def test_a_router_bias_is_refused_by_name() -> None:
+    """Megatron keeps it as a buffer, which no table of parameters would miss."""
+    chunk, router = torch.nn.Module(), torch.nn.Module()
+    router.register_buffer("expert_bias", torch.zeros(4))
+    chunk.decoder = torch.nn.Module()
+    chunk.decoder.layers = torch.nn.ModuleList([torch.nn.Module()])
+    chunk.decoder.layers[0].layer_number = 1  # type: ignore[assignment]
+    chunk.decoder.layers[0].router = router
+    config = transformers.AutoConfig.for_model("qwen3", num_hidden_layers=1)
+    one_rank = SimpleNamespace(pp_size=1, pp_rank=0, ep_size=1, ep_rank=0)
+    with pytest.raises(ValueError, match=r"'decoder\.layers\.0\.router\.expert_bias' steers"):
+        local_parameters([chunk], family_for(config), one_rank)  # type: ignore[arg-type, list-item]
 
 
 def live(**places: int) -> SimpleNamespace:
