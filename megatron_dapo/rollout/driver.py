@@ -16,7 +16,7 @@ from megatron_dapo.reward.grade import grade_response, grading_errors
 from megatron_dapo.rollout.dispatch import gather_or_cancel
 from megatron_dapo.rollout.fleet import Device, EngineFleet
 from megatron_dapo.rollout.inputs import RolloutInputs
-from megatron_dapo.rollout.probe import Probe, probe_of, probe_request
+from megatron_dapo.rollout.probe import Probe, probe_engine
 from megatron_dapo.rollout.sampler import (
     Grade,
     RolloutStep,
@@ -24,6 +24,7 @@ from megatron_dapo.rollout.sampler import (
     collect_groups,
     generate_all,
 )
+from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.weight_update import Digests
 from megatron_dapo.types import Group
 
@@ -147,43 +148,45 @@ class RolloutDriver:
         """
         self._fleet.start_update(infos, payload, policy_version)
 
-    def finish_update(self, expected_digests: Sequence[Digests] | None) -> tuple[Probe, ...]:
-        """Second half: wait for the weights, prove them, let the engines go on, and probe each.
-
-        Args:
-            expected_digests: by tensor-parallel rank of an engine, parameter -> digest; None: the
-                transport brings none.
-
-        Returns:
-            What each engine sampled as a probe, for `check_probes`; () with
-            resharding.probe_tokens=0.
-
-        Raises:
-            EngineError: an engine failed, or holds other weights than were sent; none of the
-                engines is used any more and the run has to stop.
-        """
-        policy_version = self._fleet.finish_update(expected_digests)
-        return self._fleet.run(self._probe(policy_version))
-
     def restart(
         self,
         index: int,
         info: Mapping[str, object],
         payload: Mapping[str, object],
         policy_version: int,
-        expected_digests: Sequence[Digests] | None = None,
     ) -> None:
-        """A fresh engine in place of `index`: it gets the current weights before any request.
+        """A fresh engine in place of `index`, and the first half of an update of it alone.
+
+        The transport must still hold `payload`, the version that the other engines serve. The
+        engine answers nothing before `finish_update` has proven its weights.
 
         Raises:
             EngineStartError: it does not come up.
-            EngineError: its update failed; it is not used.
         """
-        self._fleet.restart(index, info, payload, policy_version, expected_digests)
+        self._fleet.restart(index, info, payload, policy_version)
+
+    def finish_update(self, expected_digests: Sequence[Digests] | None) -> tuple[Probe, ...]:
+        """Second half: wait for the weights, prove them, let the engines go on, and probe each.
+
+        Args:
+            expected_digests: by tensor-parallel rank of an engine, parameter -> digest. None: the
+                transport brings none. Not read without resharding.verify_digests.
+
+        Returns:
+            What each of the updated engines sampled as a probe, for `check_probes`; () with
+            resharding.probe_tokens=0.
+
+        Raises:
+            EngineError: an engine failed, or holds other weights than were sent; none of those
+                that were to be updated is used any more and the run has to stop.
+        """
+        verify = self._config.resharding.verify_digests
+        updated = self._fleet.finish_update(expected_digests if verify else None)
+        return self._fleet.run(self._probe(updated))
 
     @property
-    def update_reports(self) -> list[list[dict[str, JsonValue]]]:
-        """What each worker of each engine says of the last update; [] without digests."""
+    def update_reports(self) -> Mapping[int, list[dict[str, JsonValue]]]:
+        """Of the last update, by engine: what each worker says of it; [] without digests."""
         return self._fleet.reports
 
     def update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
@@ -210,17 +213,11 @@ class RolloutDriver:
         """Release connections and end our servers, whatever state they are in."""
         self._fleet.close()
 
-    async def _probe(self, policy_version: int) -> tuple[Probe, ...]:
+    async def _probe(self, engines: Mapping[int, VllmEngine]) -> tuple[Probe, ...]:
         if self._config.resharding.probe_tokens == 0:
             return ()
-        engines = self._fleet.engines
-        requests = [
-            probe_request(
-                self._probe_prompt, self._config, policy_version=policy_version, engine=index
-            )
-            for index in range(len(engines))
+        work = [
+            probe_engine(engine, self._probe_prompt, self._config, number=number)
+            for number, engine in engines.items()
         ]
-        results = await gather_or_cancel(
-            [engine.generate(asked) for engine, asked in zip(engines, requests, strict=True)]
-        )
-        return tuple(map(probe_of, requests, results))
+        return tuple(await gather_or_cancel(work))

@@ -22,6 +22,11 @@ class EventLoopThread:
         self._thread.start()
         self._ready.wait()
 
+    @property
+    def running(self) -> bool:
+        """False once it was closed."""
+        return self._thread.is_alive()
+
     def submit(self, work: Coroutine[object, object, ResultT]) -> Future[ResultT]:
         """Start `work` and return at once. Cancelling the future cancels the work."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -36,7 +41,7 @@ class EventLoopThread:
 
     def close(self) -> None:
         """Cancel what still runs and end the thread; closing again does nothing."""
-        if self._thread.is_alive():
+        if self.running:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join()
 

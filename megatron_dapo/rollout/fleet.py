@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -25,6 +26,15 @@ Device = Literal["cpu", "cuda"]
 ResultT = TypeVar("ResultT")
 
 
+@dataclass(frozen=True)
+class _OpenUpdate:
+    """An update between its two halves."""
+
+    policy_version: int
+    engines: Sequence[int]
+    loading: Future[None]
+
+
 class EngineFleet:
     """All engines of a run, ours or running ones (`rollout.endpoints`).
 
@@ -39,8 +49,8 @@ class EngineFleet:
     def __init__(self, config: RunConfig, device: Device) -> None:
         self.engines: list[VllmEngine] = []
         """Clients in order, from `wait_ready` on. Use them inside `run` only."""
-        self.reports: list[list[dict[str, JsonValue]]] = []
-        """Of the last update: what each worker of each engine says; [] without digests."""
+        self.reports: Mapping[int, list[dict[str, JsonValue]]] = {}
+        """Of the last update, by engine: what each of its workers says; [] without digests."""
         self._config = config
         self._sleep_mode = (
             device == "cuda"
@@ -49,8 +59,7 @@ class EngineFleet:
         )
         self._servers = _servers(config, device)
         self._loop = EventLoopThread("rollout engines")
-        self._update: tuple[Future[None], int] | None = None
-        """The update between its two halves, and the version that it brings."""
+        self._update: _OpenUpdate | None = None
         self._shared_directory: Path | None = None
 
     def __len__(self) -> int:
@@ -77,7 +86,7 @@ class EngineFleet:
         if not self.engines:
             for server in self._servers:
                 server.wait_ready()
-            self.engines = self.run(self._connect())
+            self.engines = [self.run(self._connect(index)) for index in range(len(self))]
 
     def sleep(self) -> None:
         """Every engine gives up the device, where it shares it with a trainer."""
@@ -104,45 +113,12 @@ class EngineFleet:
             payload: description of this update, the same for all.
             policy_version: that the engines will serve.
         """
-        if self._update is not None:
-            raise RuntimeError(
-                f"the update to version {self._update[1]} is still open; finish_update comes first"
-            )
+        self._check_no_update()
         if len(infos) != len(self.engines):
             raise RuntimeError(
                 f"{len(infos)} places to get weights from for {len(self.engines)} engines"
             )
-        loading = self._loop.submit(self._load(infos, payload))
-        self._update = loading, policy_version
-
-    def finish_update(self, expected: Sequence[Digests] | None) -> int:
-        """Second half: wait for the weights, prove them, and only then let any engine go on.
-
-        Args:
-            expected: digests by tensor-parallel rank, the same for every engine; None: the
-                transport brings none.
-
-        Returns:
-            The version that all engines serve now.
-
-        Raises:
-            EngineError: an engine failed or holds other weights; no engine is used any more.
-        """
-        if self._update is None:
-            raise RuntimeError("no update is open; start_update comes first")
-        loading, policy_version = self._update
-        self._update = None
-        done = False
-        try:
-            loading.result()
-            self.reports = self.run(self._verify(expected))
-            self.run(self._release(policy_version))
-            done = True
-        finally:
-            loading.cancel()
-            if not done:
-                self.run(self._give_up())
-        return policy_version
+        self._start(dict(enumerate(infos)), payload, policy_version)
 
     def restart(
         self,
@@ -150,21 +126,18 @@ class EngineFleet:
         info: Mapping[str, object],
         payload: Mapping[str, object],
         policy_version: int,
-        expected: Sequence[Digests] | None = None,
     ) -> None:
-        """A fresh engine in place of `index`: current weights first, requests only then.
+        """A fresh engine in place of `index`, and the first half of its update.
 
-        Where it runs for `rollout.endpoints`, its owner starts it, and this connects again.
-        The transport must still hold `payload`. Seeds stay those of the replica's number.
+        It answers no request before `finish_update` has proven its weights. Engines of
+        `rollout.endpoints` are started by their owner; this connects to them again. The number of
+        a replica decides on its seed, so that stays distinct.
 
         Raises:
             EngineStartError: it does not come up.
-            EngineError: the update failed; the engine is not used.
         """
-        if self._update is not None:
-            raise RuntimeError(f"restart of engine {index} inside an update; finish that first")
-        old = self.engines[index]
-        self.run(self._retire(old))
+        self._check_no_update()
+        self.run(self._retire(self.engines[index], "it is being restarted"))
         if self._servers:
             server = self._servers[index]
             server.stop()
@@ -172,21 +145,56 @@ class EngineFleet:
             if self._shared_directory is not None:
                 server.remove_when_orphaned(self._shared_directory)
             server.wait_ready()
-        self.engines[index] = self.run(self._renew(index, info, payload, policy_version, expected))
-        logger.warning("engine %d was restarted and serves version %d", index, policy_version)
+        self.engines[index] = self.run(self._connect(index))
+        logger.warning("%s is fresh, it gets version %d", self.engines[index].label, policy_version)
+        self._start({index: info}, payload, policy_version)
+
+    def finish_update(self, expected: Sequence[Digests] | None) -> dict[int, VllmEngine]:
+        """Second half: wait for the weights, prove them, and only then let any engine go on.
+
+        Args:
+            expected: digests by tensor-parallel rank, the same for every engine; None: the
+                transport brings none.
+
+        Returns:
+            The engines that were updated, by number.
+
+        Raises:
+            EngineError: an engine failed or holds other weights. None of those that were to be
+                updated is used any more.
+        """
+        if self._update is None:
+            raise RuntimeError("no update is open; start_update comes first")
+        update, self._update = self._update, None
+        engines = [self.engines[index] for index in update.engines]
+        done = False
+        try:
+            update.loading.result()
+            reports = self.run(self._verify(engines, expected))
+            self.run(self._release(engines, update.policy_version))
+            done = True
+        finally:
+            update.loading.cancel()
+            if not done:
+                self.run(self._give_up(engines))
+        self.reports = dict(zip(update.engines, reports, strict=True))
+        return dict(zip(update.engines, engines, strict=True))
 
     def close(self) -> None:
-        """Release connections and end our servers, whatever state they are in."""
+        """Release connections and end our servers, whatever state they are in.
+
+        Closing again does nothing.
+        """
         try:
-            if self._update is not None:
-                self._update[0].cancel()
-            self.run(self._disconnect())
+            if self._loop.running:
+                self.run(self._disconnect())
         finally:
             self._loop.close()
             for server in self._servers:
                 server.stop()
 
-    def _client(self, index: int) -> VllmEngine:
+    async def _connect(self, index: int) -> VllmEngine:
+        """A client that has brought no weights in yet."""
         rollout = self._config.rollout
         server = self._servers[index] if self._servers else None
         endpoint = rollout.endpoints[index] if server is None else server.endpoint
@@ -198,62 +206,55 @@ class EngineFleet:
             in_flight=self._config.resharding.in_flight,
         )
 
-    async def _connect(self) -> list[VllmEngine]:
-        return [self._client(index) for index in range(len(self))]
+    async def _retire(self, engine: VllmEngine, reason: str) -> None:
+        engine.give_up(reason)
+        await engine.close()
 
     async def _disconnect(self) -> None:
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        if self._update is not None:
+            self._update.loading.cancel()
+        await asyncio.gather(*(self._retire(engine, "the run ends") for engine in self.engines))
 
     async def _sleep(self) -> None:
         await asyncio.gather(*(engine.sleep() for engine in self.engines))
 
+    def _check_no_update(self) -> None:
+        if self._update is not None:
+            raise RuntimeError(
+                f"the update to version {self._update.policy_version} is still open; "
+                "finish_update comes first"
+            )
+
+    def _start(
+        self, infos: Mapping[int, Mapping[str, object]], payload: Mapping[str, object], version: int
+    ) -> None:
+        loading = self._loop.submit(self._load(infos, payload))
+        self._update = _OpenUpdate(version, tuple(infos), loading)
+
     async def _load(
-        self, infos: Sequence[Mapping[str, object]], payload: Mapping[str, object]
+        self, infos: Mapping[int, Mapping[str, object]], payload: Mapping[str, object]
     ) -> None:
         async def load(engine: VllmEngine, info: Mapping[str, object]) -> None:
             await engine.wake_up("weights")
             await engine.load(info, payload)
 
-        pairs = zip(self.engines, infos, strict=True)
-        await gather_or_cancel([load(engine, info) for engine, info in pairs])
+        await gather_or_cancel([load(self.engines[index], info) for index, info in infos.items()])
 
-    async def _verify(self, expected: Sequence[Digests] | None) -> list[list[dict[str, JsonValue]]]:
-        return await gather_or_cancel([engine.verify(expected) for engine in self.engines])
+    async def _verify(
+        self, engines: Sequence[VllmEngine], expected: Sequence[Digests] | None
+    ) -> list[list[dict[str, JsonValue]]]:
+        return await gather_or_cancel([engine.verify(expected) for engine in engines])
 
-    async def _release(self, policy_version: int) -> None:
+    async def _release(self, engines: Sequence[VllmEngine], policy_version: int) -> None:
         async def release(engine: VllmEngine) -> None:
             await engine.release(policy_version)
             await engine.wake_up("kv_cache")
 
-        await gather_or_cancel([release(engine) for engine in self.engines])
+        await gather_or_cancel([release(engine) for engine in engines])
 
-    async def _give_up(self) -> None:
-        for engine in self.engines:
+    async def _give_up(self, engines: Sequence[VllmEngine]) -> None:
+        for engine in engines:
             engine.give_up("a weight update of the engines failed")
-
-    async def _retire(self, engine: VllmEngine) -> None:
-        engine.give_up("it is being restarted")
-        await engine.close()
-
-    async def _renew(
-        self,
-        index: int,
-        info: Mapping[str, object],
-        payload: Mapping[str, object],
-        policy_version: int,
-        expected: Sequence[Digests] | None,
-    ) -> VllmEngine:
-        engine = self._client(index)
-        done = False
-        try:
-            reports = await engine.update(info, payload, policy_version, expected)
-            done = True
-        finally:
-            if not done:
-                await engine.close()
-        if self.reports:
-            self.reports[index] = reports
-        return engine
 
 
 def _servers(config: RunConfig, device: Device) -> list[VllmServer]:

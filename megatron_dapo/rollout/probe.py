@@ -9,16 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.config import RunConfig
-from megatron_dapo.parallel.context import ParallelContext
-from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
+from megatron_dapo.rollout.engine import Engine, EngineError, GenerationRequest
 from megatron_dapo.rollout.seeds import sample_seed
 from megatron_dapo.types import MicroBatch, RolloutBatch
+
+if TYPE_CHECKING:
+    from megatron_dapo.parallel.context import ParallelContext
 
 LONGEST_PROMPT = 64
 """Tokens of a prompt that a probe keeps."""
@@ -32,6 +35,7 @@ PROBE_METRIC = "rollout/probe_logprob_diff"
 class Probe:
     """What one engine sampled right after an update."""
 
+    engine: int
     prompt_token_ids: tuple[int, ...]
     response_token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -39,29 +43,35 @@ class Probe:
     policy_version: int
 
 
-def probe_request(
-    prompt_token_ids: Sequence[int], config: RunConfig, *, policy_version: int, engine: int
-) -> GenerationRequest:
-    """The request that makes a probe: the same for the same run, version and engine.
+async def probe_engine(
+    engine: Engine, prompt_token_ids: Sequence[int], config: RunConfig, *, number: int
+) -> Probe:
+    """Sample `resharding.probe_tokens` tokens: the same for the same weights and engine number.
 
-    It samples from the rollout's own distribution, since that is whose log-probs `Policy.logprobs`
+    They come from the rollout's own distribution, since that is whose log-probs `Policy.logprobs`
     gives. (Those of a greedy request are of temperature 1, whatever the rollout's is.)
+
+    Raises:
+        EngineError: the engine does not answer with the tokens that were asked for.
     """
-    return GenerationRequest(
+    request = GenerationRequest(
         prompt_token_ids=tuple(prompt_token_ids[:LONGEST_PROMPT]),
-        seed=sample_seed(config.seed, policy_version, engine, 0, purpose="probe"),
+        seed=sample_seed(config.seed, 0, number, 0, purpose="probe"),
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         top_k=config.rollout.top_k,
         max_tokens=min(config.resharding.probe_tokens, config.rollout.max_response_tokens),
         stop_token_ids=(),
-        request_id=f"probe-{policy_version}-{engine}",
+        request_id=f"probe-{number}",
     )
-
-
-def probe_of(request: GenerationRequest, result: GenerationResult) -> Probe:
-    """A request of `probe_request` and its answer."""
+    result = await engine.generate(request)
+    if len(result.token_ids) != request.max_tokens:
+        raise EngineError(
+            f"rollout engine {number} answered a probe of {request.max_tokens} tokens with "
+            f"{len(result.token_ids)}, finish reason {result.finish_reason}"
+        )
     return Probe(
+        engine=number,
         prompt_token_ids=request.prompt_token_ids,
         response_token_ids=result.token_ids,
         logprobs=result.logprobs,
@@ -70,7 +80,7 @@ def probe_of(request: GenerationRequest, result: GenerationResult) -> Probe:
 
 
 def probe_batch(probes: Sequence[Probe]) -> RolloutBatch:
-    """The probes as a batch, one row for each engine, ready to be shared and packed."""
+    """The probes as a batch: a row for each, its group the engine's number."""
     rows = len(probes)
     sequences = ((probe.prompt_token_ids, probe.response_token_ids) for probe in probes)
     ids = list(chain.from_iterable(chain.from_iterable(sequences)))
@@ -83,7 +93,7 @@ def probe_batch(probes: Sequence[Probe]) -> RolloutBatch:
         rewards=torch.zeros(rows),
         advantages=torch.zeros(rows),
         trained=torch.ones(rows, dtype=torch.bool),
-        group_index=torch.arange(rows),
+        group_index=torch.tensor([probe.engine for probe in probes]),
         policy_version=torch.tensor([probe.policy_version for probe in probes]),
     )
 
@@ -98,17 +108,18 @@ def probe_tolerance(config: RunConfig) -> float:
 
 
 def check_probes(
+    batch: RolloutBatch,
     scored: Sequence[MicroBatch],
-    num_probes: int,
     config: RunConfig,
-    *,
-    policy_version: int,
     parallel: ParallelContext,
 ) -> dict[str, float]:
     """Compare what engines and trainer think of the probes. Collective over the control group.
 
-    Every rank calls it with what `Policy.logprobs` made of its own packs of `probe_batch`; all
-    of them get the same numbers, so that all stop together.
+    Every rank calls it; all get the same numbers, so that all stop together.
+
+    Args:
+        batch: `probe_batch`, the same on every rank.
+        scored: what `Policy.logprobs` made of this rank's packs of it.
 
     Returns:
         The largest difference of an engine, under its metric's name.
@@ -116,22 +127,23 @@ def check_probes(
     Raises:
         RuntimeError: an engine and the trainer differ by more than `resharding.probe_tolerance`.
     """
-    sums = torch.zeros(num_probes, 2, dtype=torch.float64)
+    sums = torch.zeros(batch.num_responses, 2, dtype=torch.float64)
     if parallel.is_last_stage and parallel.tp_rank == 0 and parallel.cp_rank == 0:
         for micro_batch in scored:
-            sums += _difference_sums(micro_batch, num_probes)
+            sums += _difference_sums(micro_batch, batch.num_responses)
     dist.all_reduce(sums, group=parallel.control_group)
-    means = (sums[:, 0] / sums[:, 1]).tolist()
+    means = sums[:, 0] / sums[:, 1]
     allowed = probe_tolerance(config)
-    for engine, mean in enumerate(means):
+    engines, versions = batch.group_index.tolist(), batch.policy_version.tolist()
+    for engine, version, mean in zip(engines, versions, means.tolist(), strict=True):
         if not mean <= allowed:
             raise RuntimeError(
-                f"rollout engine {engine} at policy version {policy_version}: log-probs of the "
-                f"probe differ from the trainer's by {mean:.3g} nats in the mean, allowed are "
+                f"rollout engine {engine} at policy version {version}: log-probs of its probe "
+                f"differ from the trainer's by {mean:.3g} nats in the mean, allowed are "
                 f"{allowed:.3g} (resharding.probe_tolerance). Engine and trainer do not compute "
                 "the same policy; training on its samples would be wrong without a sign of it"
             )
-    return {PROBE_METRIC: max(means)}
+    return {PROBE_METRIC: means.max().item()}
 
 
 def _difference_sums(micro_batch: MicroBatch, num_probes: int) -> Tensor:

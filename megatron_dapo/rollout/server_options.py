@@ -14,6 +14,15 @@ from megatron_dapo.config.schema import RunConfig
 SERVED_NAME = "policy"
 BACKEND = "megatron_dapo"
 """Weight-transfer backend, registered on the engine's side by our plug-in."""
+WORKER_EXTENSION = "megatron_dapo.resharding.vllm_worker.WeightReports"
+"""What /collective_rpc can ask of a worker beside vLLM's own methods."""
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+"""`quantization_config` of the engine's model."""
 CPU_MEMORY_FRACTION = 0.1
 """Of RAM. On CPU the cache has its own size (`rollout.cpu_kv_cache_gib`)."""
 
@@ -44,6 +53,8 @@ class ServerOptions:
     """Of this engine, counted among the CUDA devices that the parent sees; empty: all of those."""
     tensor: int
     dtype: str
+    quantization: Literal["fp8"] | None = None
+    """The engine starts without weights then: the model folder's are not quantized."""
     logprobs: Literal["processed", "raw"]
     max_model_tokens: int
     max_sequences: int
@@ -75,6 +86,7 @@ def server_options(
         visible_devices=visible_devices,
         tensor=rollout.engine_tensor,
         dtype=config.model.dtype if auto_dtype else rollout.engine_dtype,
+        quantization=rollout.engine_quantization,
         logprobs=rollout.logprobs,
         max_model_tokens=rollout.max_engine_tokens or longest,
         max_sequences=rollout.max_concurrent_sequences,
@@ -94,15 +106,20 @@ def server_command(options: ServerOptions, socket: Path) -> list[str]:
         *("--uds", str(socket)),
         *("--model", str(options.model), "--served-model-name", SERVED_NAME),
         *("--skip-tokenizer-init", "--generation-config", "vllm", "--enable-scale-out"),
-        *("--load-format", "safetensors", "--dtype", options.dtype),
+        *("--load-format", "safetensors" if options.quantization is None else "dummy"),
+        *("--dtype", options.dtype),
         *("--tensor-parallel-size", str(options.tensor), "--seed", str(options.seed)),
         *("--max-model-len", str(options.max_model_tokens)),
         *("--max-num-seqs", str(options.max_sequences)),
         *("--logprobs-mode", f"{options.logprobs}_logprobs"),
         *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
+        *("--worker-extension-cls", WORKER_EXTENSION),
         *("--gpu-memory-utilization", str(options.memory_fraction)),
         *("--disable-uvicorn-access-log", "--enable-prompt-tokens-details"),
     ]
+    if options.quantization is not None:
+        overrides = json.dumps({"quantization_config": FP8_BLOCKS})
+        command += ["--quantization", options.quantization, "--hf-overrides", overrides]
     if options.device == "cpu":
         # A seeded prompt that is cut between two steps ends vLLM's CPU worker.
         whole_prompts = max(options.max_model_tokens, CPU_BATCHED_TOKENS)

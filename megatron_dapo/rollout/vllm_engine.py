@@ -243,7 +243,7 @@ class VllmEngine:
             done = True
         finally:
             if not done:
-                self.give_up(f"its weight update failed while {name}")
+                self.give_up(f"its weight update failed while {name}, it may hold half of it")
 
     def _check_updating(self) -> None:
         self._check_usable()
@@ -252,7 +252,7 @@ class VllmEngine:
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise EngineError(
-                f"{self.label}: {self._failure}, its weights may be half old; restart the engine"
+                f"{self.label} is not used any more: {self._failure}; restart the engine"
             )
 
 

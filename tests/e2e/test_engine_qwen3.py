@@ -205,12 +205,17 @@ class Overlap:
 UPDATES = 50
 CLIENTS = 6
 LONG_RESPONSE = 48
+LONGEST_PASS = CLIENTS * (LONG_RESPONSE + 2) + 1
+"""Tokens of the longest forward pass. The CPU keeps a compiled kernel for each length, up to a
+number: they are made before memory is watched."""
 MOST_GROWTH_MB = 16
 
 
 async def overlap(running: RunningServer, engine: VllmEngine) -> Overlap:
     """`UPDATES` updates, always with requests under way."""
     seen = Overlap(models={running.version: running.model})
+    for length in range(1, LONGEST_PASS):
+        await engine.generate(request((5,) * length, max_tokens=1))
     models = [tiny_model("qwen3", seed=41), tiny_model("qwen3", seed=42)]
     numbers = itertools.count()
     stop = asyncio.Event()

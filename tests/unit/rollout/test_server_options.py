@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,29 @@ def test_the_command_is_the_stock_server_on_a_unix_socket() -> None:
     assert flag(command, "--weight-transfer-config") == '{"backend": "megatron_dapo"}'
     assert "--enforce-eager" in command
     assert "--trust-remote-code" not in command
+
+
+def test_workers_can_be_asked_for_their_weights() -> None:
+    command = server_command(server_options(config(), 0, device="cpu"), Path("/s/http"))
+    module, _, name = flag(command, "--worker-extension-cls").rpartition(".")
+    extension = getattr(importlib.import_module(module), name)
+    assert {"weight_digests", "weight_report"} <= set(dir(extension))
+
+
+def test_a_quantized_engine_waits_for_weights_in_blocks_with_scales() -> None:
+    quantized = server_options(config(engine_quantization="fp8"), 0, device="cuda")
+    command = server_command(quantized, Path("/s/http"))
+    assert flag(command, "--quantization") == "fp8"
+    assert flag(command, "--load-format") == "dummy"
+    assert json.loads(flag(command, "--hf-overrides"))["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    plain = server_command(server_options(config(), 0, device="cuda"), Path("/s/http"))
+    assert flag(plain, "--load-format") == "safetensors"
+    assert not {"--quantization", "--hf-overrides"} & set(plain)
 
 
 def test_a_relative_model_path_survives_the_server_s_own_working_directory() -> None:

@@ -1,0 +1,239 @@
+"""Two engines updated as one: halves, failures of either, restarts, and what the trainer sees."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.config import RunConfig
+from megatron_dapo.rollout import vllm_server
+from megatron_dapo.rollout.dispatch import gather_or_cancel
+from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, GenerationResult
+from megatron_dapo.rollout.event_loop import EventLoopThread
+from megatron_dapo.rollout.fleet import EngineFleet
+from tests.unit.config.runs import make_config
+from tests.unit.rollout.scripted_server import GENERATE, PAYLOAD, REQUEST, ScriptedServer
+
+INFOS = [{"directory": "/dev/shm/w", "replica": index} for index in range(2)]
+DIGESTS = [{"w": "0a"}]
+PHASES = ["/pause?mode=wait&clear_cache=false", "/start_weight_update", "/update_weights"]
+PHASES += ["/finish_weight_update", "/collective_rpc", "/reset_prefix_cache"]
+PHASES += ["/update_weight_version", "/weight_info", "/resume"]
+
+
+@dataclass
+class Pair:
+    """Two servers in a thread of their own, and the fleet that uses them."""
+
+    servers: list[ScriptedServer]
+    fleet: EngineFleet
+    loop: EventLoopThread
+
+    def update(self, version: int) -> None:
+        self.fleet.start_update(INFOS, PAYLOAD, version)
+        self.fleet.finish_update(DIGESTS)
+
+    def generate(self, *engines: int) -> list[GenerationResult]:
+        async def ask() -> list[GenerationResult]:
+            chosen = [self.fleet.engines[index] for index in engines]
+            return await gather_or_cancel([engine.generate(REQUEST) for engine in chosen])
+
+        return self.fleet.run(ask())
+
+    def reopen(self, index: int) -> None:
+        """The server ends without a word, and a fresh one comes up in its place."""
+        self.loop.run(self.servers[index].close())
+        self.loop.run(self.servers[index].open())
+
+
+def pair_config(folder: Path) -> RunConfig:
+    endpoints = tuple(f"unix:{folder}/{index}" for index in range(2))
+    return make_config(rollout={"engines": 2, "endpoints": endpoints})
+
+
+@pytest.fixture
+def pair(server: ScriptedServer) -> Iterator[Pair]:
+    folder = server.socket.parent
+    servers = [ScriptedServer(folder / str(index)) for index in range(2)]
+    loop = EventLoopThread("scripted servers")
+    fleet = EngineFleet(pair_config(folder), "cpu")
+    try:
+        for each in servers:
+            loop.run(each.open())
+        fleet.start()
+        fleet.wait_ready()
+        yield Pair(servers, fleet, loop)
+    finally:
+        fleet.close()
+        for each in servers:
+            loop.run(each.close())
+        loop.close()
+    assert not {"rollout engines", "scripted servers"} & {t.name for t in threading.enumerate()}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "not within the time"
+        time.sleep(0.002)
+
+
+def test_the_first_half_returns_while_the_engines_still_wait_for_weights(pair: Pair) -> None:
+    sent = threading.Event()
+    answer = ScriptedServer._answer
+
+    async def waits(server: ScriptedServer, path: str, body: object) -> object:
+        while path == "/update_weights" and not sent.is_set():
+            await asyncio.sleep(0.001)
+        return await answer(server, path, body)
+
+    for server in pair.servers:
+        server._answer = waits.__get__(server)  # type: ignore[method-assign]
+    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    wait_for(lambda: all(server.paths[-1:] == ["/update_weights"] for server in pair.servers))
+    sent.set()
+    assert sorted(pair.fleet.finish_update(DIGESTS)) == [0, 1]
+    assert [result.policy_version for result in pair.generate(0, 1)] == [4, 4]
+
+
+def test_every_engine_is_told_its_own_place_and_the_same_update(pair: Pair) -> None:
+    pair.update(4)
+    for info, server in zip(INFOS, pair.servers, strict=True):
+        sent = dict(server.received)
+        assert sent["/init_weight_transfer_engine"] == {"init_info": info}
+        assert sent["/update_weights"] == {"update_info": PAYLOAD}
+    assert pair.fleet.reports == {0: [{"rank": 0}], 1: [{"rank": 0}]}
+
+
+def test_no_engine_goes_on_before_all_are_proven(pair: Pair) -> None:
+    pair.servers[1].digests = [{"w": "0b"}]
+    with pytest.raises(EngineError, match=r"rollout engine 1 .*w on rank 0 has 0b, expected 0a"):
+        pair.update(4)
+    for server in pair.servers:
+        assert server.paused
+        assert "/update_weight_version" not in server.paths
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("failure", ["refuses", "dies"])
+def test_a_failure_of_one_engine_ends_the_use_of_both(pair: Pair, phase: str, failure: str) -> None:
+    pair.update(3)
+    (pair.servers[1].errors if failure == "refuses" else pair.servers[1].drops)[phase] = 500
+    with pytest.raises(EngineError, match="rollout engine 1 "):
+        pair.update(4)
+    pair.servers[1].errors.clear()
+    pair.servers[1].drops.clear()
+    asked = [server.paths.count(GENERATE) for server in pair.servers]
+    for index in range(2):
+        with pytest.raises(EngineError, match="restart the engine"):
+            pair.generate(index)
+    assert [server.paths.count(GENERATE) for server in pair.servers] == asked
+    if phase != PHASES[-1]:
+        assert pair.servers[1].paused or phase == PHASES[0]
+
+
+def test_a_restarted_engine_gets_current_weights_before_its_first_request(pair: Pair) -> None:
+    pair.update(3)
+    pair.reopen(1)
+    with pytest.raises(EngineError, match=r"rollout engine 1 .*version 'default'"):
+        pair.generate(1)
+    before = len(pair.servers[1].received)
+    others = len(pair.servers[0].received)
+    pair.fleet.restart(1, INFOS[1], PAYLOAD, 3)
+    assert list(pair.fleet.finish_update(DIGESTS)) == [1]
+    assert [result.policy_version for result in pair.generate(1, 0)] == [3, 3]
+    fresh = pair.servers[1].paths[before:]
+    assert fresh[0] == "/init_weight_transfer_engine"
+    assert fresh.index("/resume") < fresh.index(GENERATE)
+    assert pair.servers[0].paths[others:] == [GENERATE]
+
+
+def test_a_restart_that_brings_wrong_weights_is_not_used(pair: Pair) -> None:
+    pair.update(3)
+    pair.reopen(1)
+    pair.servers[1].digests = [{"w": "0b"}]
+    pair.fleet.restart(1, INFOS[1], PAYLOAD, 3)
+    with pytest.raises(EngineError, match="does not hold the weights"):
+        pair.fleet.finish_update(DIGESTS)
+    with pytest.raises(EngineError, match="restart the engine"):
+        pair.generate(1)
+    assert pair.generate(0)[0].policy_version == 3
+
+
+def test_an_engine_that_is_gone_between_the_halves_fails_the_second(pair: Pair) -> None:
+    pair.update(3)
+    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    wait_for(lambda: pair.servers[1].paths.count("/update_weights") == 2)
+    pair.loop.run(pair.servers[1].close())
+    with pytest.raises(EngineUnavailable, match="rollout engine 1"):
+        pair.fleet.finish_update(DIGESTS)
+    assert pair.servers[0].paths.count("/resume") == 1
+    pair.loop.run(pair.servers[1].open())
+
+
+def test_halves_come_in_turn(pair: Pair) -> None:
+    with pytest.raises(RuntimeError, match="start_update comes first"):
+        pair.fleet.finish_update(DIGESTS)
+    with pytest.raises(RuntimeError, match="1 places to get weights from for 2 engines"):
+        pair.fleet.start_update(INFOS[:1], PAYLOAD, 4)
+    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    with pytest.raises(RuntimeError, match="update to version 4 is still open"):
+        pair.fleet.start_update(INFOS, PAYLOAD, 5)
+    with pytest.raises(RuntimeError, match="update to version 4 is still open"):
+        pair.fleet.restart(0, INFOS[0], PAYLOAD, 4)
+    pair.fleet.finish_update(DIGESTS)
+
+
+def test_closing_inside_an_update_ends_it(pair: Pair) -> None:
+    pair.servers[0].seconds_per_token = 30.0
+    pair.update(3)
+    running = pair.fleet._loop.submit(pair.fleet.engines[0].generate(REQUEST))
+    wait_for(lambda: pair.servers[0].running == 1)
+    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    pair.fleet.close()
+    assert running.done()
+
+
+STAND_IN = Path(__file__).with_name("stand_in_server.py")
+
+
+def test_a_restart_of_our_own_server_replaces_its_process_and_keeps_its_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def command(options: vllm_server.ServerOptions, socket: Path) -> list[str]:
+        seeds.append(options.seed)
+        return [sys.executable, str(STAND_IN), str(socket), "serves"]
+
+    monkeypatch.setattr(vllm_server, "server_command", command)
+    monkeypatch.setattr(vllm_server, "GRACE_SECONDS", 1.0)
+    config = make_config(rollout={"engines": 2}).model_copy(update={"run_dir": tmp_path / "run"})
+    published = tmp_path / "weights"
+    published.mkdir()
+    fleet = EngineFleet(config, "cpu")
+    try:
+        fleet.start()
+        fleet.wait_ready()
+        fleet.remove_when_orphaned(published)
+        before = [(engine.endpoint, engine) for engine in fleet.engines]
+        fleet.restart(1, INFOS[1], PAYLOAD, 3)
+        with pytest.raises(EngineError, match=r"rollout engine 1 .*answered 501"):
+            fleet.finish_update(None)
+        assert fleet.engines[0] is before[0][1]
+        assert fleet.engines[1].endpoint != before[1][0]
+        assert not Path(before[1][0].removeprefix("unix:")).exists()
+        listed = Path(fleet.engines[1].endpoint.removeprefix("unix:")).with_name(
+            vllm_server.ORPHANS_FILE
+        )
+        assert listed.read_text() == f"{published}\n"
+        assert seeds == [config.seed, config.seed + 1, config.seed + 1]
+    finally:
+        fleet.close()
