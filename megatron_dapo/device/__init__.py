@@ -14,6 +14,7 @@ __all__ = [
     "current",
     "has_fp8",
     "has_transformer_engine",
+    "has_triton",
     "install_cpu_support",
     "release_cached_memory",
     "select",
@@ -72,6 +73,11 @@ def release_cached_memory() -> None:
 def has_transformer_engine() -> bool:
     """True where Transformer Engine is installed and has a device to run on."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def has_triton() -> bool:
+    """True where Triton is installed (a CUDA torch brings it) and has a device to run on."""
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 def has_fp8() -> bool:

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.loss.device_kernels import device_kernels
 from megatron_dapo.types import NO_LABEL
 
 BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
@@ -140,6 +141,11 @@ class RowVisitor:
         if self.shard.columns == 0:
             local[0] = torch.finfo(dtype).min
             return local
+        if kernels := device_kernels(logits):
+            kernels.row_statistics(
+                logits, labels, self.shard, c=self._c, with_entropy=self.with_entropy, out=local
+            )
+            return local
         index, owned = self.shard.columns_of(labels)
         for rows in self._blocks(logits):
             real = logits[rows, : self.shard.columns]
@@ -208,6 +214,9 @@ class RowVisitor:
         exp is computed anew: nothing but three numbers a row was kept of the first visit. Padded
         columns, and rows without a label or without incoming gradient, get exactly zero.
         """
+        if kernels := device_kernels(logits, out):
+            kernels.write_gradient(logits, labels, gradient, self.shard, c=self._c, out=out)
+            return
         columns = self.shard.columns
         if columns < self.shard.width:
             out[:, columns:].zero_()
