@@ -34,7 +34,8 @@ DESTINATION = 0
 class WeightStream:
     """Full Hugging Face tensors in a known order; iterate it once, on every rank.
 
-    Global rank 0 gets (name, tensor) pairs, the other ranks get none but must iterate too.
+    Global rank 0 gets (name, tensor) pairs; the other ranks get none (unless it was asked for
+    `everywhere`) but must iterate too.
     """
 
     tensors: Mapping[str, tuple[int, ...]]
@@ -57,6 +58,7 @@ def export_stream(
     *,
     bucket_bytes: int = 512 * 2**20,
     dtype: torch.dtype | None = None,
+    everywhere: bool = False,
 ) -> WeightStream:
     """All weights as full Hugging Face tensors on global rank 0.
 
@@ -70,6 +72,8 @@ def export_stream(
         chunks: this rank's model chunks, unwrapped.
         bucket_bytes: full tensors of one bucket together.
         dtype: of the messages and of the result; default the model's.
+        everywhere: rank 0 broadcasts each bucket, and every rank gets all pairs. They are views
+            of the bucket, which lives as long as one of them does.
 
     Raises:
         ValueError: a parameter that the name table does not know.
@@ -80,7 +84,8 @@ def export_stream(
     gather = _Gather(family, layout, parameters, parallel, dtype or chunks[0].config.params_dtype)
     exported = [entry for entry in family.entries if entry.rule.exported]
     buckets = fill_buckets(exported, bucket_bytes // gather.dtype.itemsize)
-    return WeightStream(family.hf_tensors, gather.dtype, gather.stream(buckets))
+    source = gather.everywhere(buckets) if everywhere else gather.stream(buckets)
+    return WeightStream(family.hf_tensors, gather.dtype, source)
 
 
 def fill_buckets(entries: Iterable[Entry], elements: int) -> Iterator[list[Entry]]:
@@ -114,6 +119,19 @@ class _Gather:
                     yield from self._assemble(entry, shards.pop(entry))
             else:
                 self._send(bucket)
+
+    def everywhere(self, buckets: Iterable[list[Entry]]) -> Iterator[tuple[str, Tensor]]:
+        """The same on every rank: each bucket is broadcast as one flat tensor."""
+        for bucket in buckets:
+            tensors = [tensor for entry in bucket for tensor in entry.hf]
+            sizes = [math.prod(tensor.shape) for tensor in tensors]
+            flat = torch.empty(sum(sizes), dtype=self.dtype, device=self._device)
+            views = flat.split(sizes)
+            for (_, full), view in zip(self.stream([bucket]), views, strict=False):
+                view.copy_(full.reshape(-1))
+            dist.broadcast(flat, DESTINATION, group=self._group)
+            for tensor, view in zip(tensors, views, strict=True):
+                yield tensor.name, view.view(tensor.shape)
 
     def _own(self, entry: Entry) -> Tensor:
         return self.parameters[entry].detach().to(self.dtype)

@@ -19,6 +19,7 @@ from tests.conftest import REPOSITORY
 PACKAGE = REPOSITORY / "megatron_dapo"
 FLOORS = [
     {"cli", "train"},
+    {"session"},
     {"trainer"},
     {"rollout", "policy", "resharding", "checkpoint", "evaluation", "planning"},
     {"data", "reward", "batch", "loss"},
@@ -27,7 +28,7 @@ FLOORS = [
     {"types", "config", "device"},
 ]
 FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-VLLM_SIDE = ("plugin", "layers", "files", "worker", "source")
+VLLM_SIDE = ("plugin", "layers", "parts", "files", "worker", "source", "bridge")
 """Modules of the resharding room that run inside vLLM, or are handed to it."""
 DOORS = {
     "vllm": {"rollout", *(f"resharding/vllm_{name}.py" for name in VLLM_SIDE)},

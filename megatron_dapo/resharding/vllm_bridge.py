@@ -1,0 +1,398 @@
+"""The trainer's side of a weight update through vLLM's own backends (transports `vllm_*`).
+
+vLLM's trainer-side engines move the weights; each believes that it also tells the engines what to
+do. Here the rollouts do that (they pause, compare and resume around it), so its client only checks
+that the rollouts were told to say the same, and passes on what could not be known before.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from transformers import PretrainedConfig
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    WeightSource,
+    WeightTransferUpdatePayload,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.m2n_common import M2NParamMeta
+from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.device import current
+from megatron_dapo.parallel.collectives import broadcast_tensors
+from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
+from megatron_dapo.resharding.messages import DTYPES
+from megatron_dapo.resharding.name_map import family_for
+from megatron_dapo.resharding.vllm_source import PolicyShards, PolicySource
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+Backend = Literal["nccl", "ipc", "nccl_m2n"]
+Deliver = Callable[[Mapping[str, object]], None]
+"""Posts one `update_info` to every engine of the open update and returns when all have taken it."""
+LEADER = 0
+LOOPBACK = "127.0.0.1"
+PACKED_BUFFERS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Meeting:
+    """Engines that share a transfer group with the trainers."""
+
+    engines: tuple[int, ...]
+    port: int
+    """Where they meet, on loopback; 0: they do not meet (ipc), or this rank need not know yet."""
+
+
+class VllmBridge:
+    """One trainer rank's end, with the surface of `bridge.Bridge`.
+
+    Every rank calls every method, in the same order. No digests come back: vLLM's backends keep
+    none, so only the probe tells whether an engine holds the policy.
+
+    Args:
+        source: `PolicyShards` for nccl_m2n, else a `PolicySource`.
+        workers: tensor ranks of one engine.
+        engines: number of engines.
+        buffer_bytes: of a packed buffer.
+        deliver: on rank 0; needed for ipc, whose update says what was not known before.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        source: WeightSource,
+        parallel: ParallelContext,
+        *,
+        workers: int,
+        engines: int,
+        buffer_bytes: int,
+        timeout: timedelta,
+        deliver: Deliver | None = None,
+    ) -> None:
+        self.backend, self.source = backend, source
+        self._parallel, self._timeout, self._deliver = parallel, timeout, deliver
+        self._workers, self._buffer_bytes = workers, buffer_bytes
+        self._everyone = tuple(range(engines))
+        self._meetings: dict[int, Meeting] = {}
+        self._senders: dict[Meeting, TrainerWeightTransferEngine] = {}
+        self._version = -1
+        self._meet(self._everyone)
+
+    @classmethod
+    def open(
+        cls,
+        config: RunConfig,
+        chunks: Sequence[GPTModel],
+        hf_config: PretrainedConfig,
+        parallel: ParallelContext,
+        *,
+        backend: Backend,
+        deliver: Deliver | None,
+    ) -> VllmBridge:
+        """The bridge of this run's settings. Collective; no weights move yet.
+
+        Raises:
+            ValueError: a layout that nccl_m2n cannot describe.
+        """
+        layout, family = EngineLayout.from_config(config), family_for(hf_config)
+        # Two buckets of the gather and two packed buffers are two buckets of the settings.
+        half = config.resharding.bucket_mib * 2**19
+        dtype = DTYPES[layout.dtype]
+        source: WeightSource
+        if backend == "nccl_m2n":
+            source = PolicyShards(chunks, hf_config, parallel, dtype=dtype)
+        else:
+            source = PolicySource(
+                chunks,
+                hf_config,
+                parallel,
+                dtype=dtype,
+                bucket_bytes=half,
+                in_fp8=EngineMap(family, layout).loader_tensors(),
+                everywhere=backend == "ipc",
+            )
+        return cls(
+            backend,
+            source,
+            parallel,
+            workers=layout.tensor,
+            engines=layout.replicas,
+            buffer_bytes=half,
+            timeout=timedelta(seconds=config.resharding.timeout_seconds),
+            deliver=deliver,
+        )
+
+    def init_info(self, engine: int) -> dict[str, object]:
+        """`init_info` of /init_weight_transfer_engine of one engine; rank 0's counts. Ask again
+        after every `prepare` and `rejoin`: it names the place to meet."""
+        meeting = self._meetings[engine]
+        first = meeting.engines.index(engine) * self._workers
+        return self._worker_init(meeting, first)
+
+    def prepare(self, version: int) -> dict[str, object]:
+        """`update_info` of /update_weights, the same for all engines."""
+        self._version = version
+        if len(set(self._meetings.values())) > 1:
+            self._meet(self._everyone)
+        return self.payload()
+
+    def payload(self) -> dict[str, object]:
+        """As `prepare` returned it; {}: what there is to say is delivered while sending."""
+        metas = self.source.metadata()
+        names = [meta.name for meta in metas]
+        if self.backend == "ipc":
+            return {}
+        if self.backend == "nccl_m2n":
+            return {"names": names}
+        return {
+            "names": names,
+            "dtype_names": [_dtype_name(meta.dtype) for meta in metas],
+            "shapes": [list(meta.shape) for meta in metas],
+        }
+
+    def send(self, version: int, engines: Sequence[int] | None = None) -> None:
+        """Hand the weights to these engines (default all), which are in `update_weights` meanwhile.
+
+        Raises:
+            RuntimeError: vLLM's engine failed, or it is not done within the timeout: it waits for
+                ever for an engine that is gone. The process can then only end.
+        """
+        if version != self._version:
+            raise RuntimeError(f"version {version} is to be sent, {self._version} was prepared")
+        chosen = self._everyone if engines is None else tuple(engines)
+        for meeting in dict.fromkeys(self._meetings[engine] for engine in chosen):
+            port = {"port": torch.tensor(meeting.port)} if self._leads else None
+            shared = broadcast_tensors(port, src_rank=LEADER, group=self._parallel.control_group)
+            _within(self._timeout, partial(self._transfer, meeting, int(shared["port"])))
+
+    def rejoin(self, engine: int) -> None:
+        """An engine has been restarted: until the next `prepare` it has a group of its own."""
+        self._meet((engine,))
+
+    def expected_digests(self) -> None:
+        """None: there is nothing to compare."""
+
+    def acknowledged(self, version: int) -> None:
+        """All engines serve the version. Nothing is kept for them."""
+
+    def close(self) -> None:
+        """Leave all groups; may be called twice. Local."""
+        for meeting in list(self._senders):
+            self._senders.pop(meeting).shutdown()
+
+    @property
+    def staging_bytes(self) -> int:
+        """Most memory that a rank may hold beside the model: by the settings, not measured."""
+        if self.backend == "nccl_m2n":
+            return 0
+        return 2 * PACKED_BUFFERS * self._buffer_bytes if self._senders else 0
+
+    @property
+    def _leads(self) -> bool:
+        return self._parallel.rank == LEADER
+
+    def _meet(self, engines: tuple[int, ...]) -> None:
+        """Give these engines a new place; groups that they alone were in are left."""
+        port = _free_port() if self._leads and self.backend != "ipc" else 0
+        meeting = Meeting(engines, port)
+        self._meetings |= dict.fromkeys(engines, meeting)
+        for old in [old for old in self._senders if old not in self._meetings.values()]:
+            self._senders.pop(old).shutdown()
+
+    def _transfer(self, meeting: Meeting, port: int) -> None:
+        if meeting not in self._senders:
+            told = None
+            if self._leads:
+                told = self._worker_init(meeting, 0), self.payload()
+            self._senders[meeting] = WeightTransferTrainerFactory.trainer_init(
+                self._trainer_init(meeting, port),
+                client=ToldEngines(told, self._deliver),
+                source=self.source,
+            )
+        self._senders[meeting].send_weights()
+
+    def _first_worker(self) -> int:
+        """Rank of the first engine's first worker: after the trainers that take part."""
+        return self._parallel.world_size if self.backend == "nccl_m2n" else 1
+
+    def _group_size(self, meeting: Meeting) -> int:
+        return self._first_worker() + len(meeting.engines) * self._workers
+
+    def _worker_init(self, meeting: Meeting, first: int) -> dict[str, object]:
+        """What vLLM's worker-side engine is initialised with.
+
+        Args:
+            first: of the workers of all engines, the first one of this engine.
+        """
+        if self.backend == "ipc":
+            return {"packed": True}
+        group: dict[str, object] = {
+            "master_address": LOOPBACK,
+            "master_port": meeting.port,
+            "rank_offset": self._first_worker() + first,
+            "world_size": self._group_size(meeting),
+        }
+        if self.backend == "nccl":
+            return group | {
+                "packed": True,
+                "packed_buffer_size_bytes": self._buffer_bytes,
+                "packed_num_buffers": PACKED_BUFFERS,
+            }
+        assert isinstance(self.source, PolicyShards), "nccl_m2n sends shards"
+        metas = [meta for meta in self.source.metadata() if isinstance(meta, M2NParamMeta)]
+        return group | {
+            "src_mesh_dims": list(self.source.mesh().dims),
+            "dst_mesh_dims": list(self._destination_mesh(meeting)),
+            "names": [meta.name for meta in metas],
+            "dtype_names": [_dtype_name(meta.dtype) for meta in metas],
+            "shapes": [list(meta.shape) for meta in metas],
+            "src_placements": [m.placements and list(m.placements) for m in metas],
+        }
+
+    def _destination_mesh(self, meeting: Meeting) -> tuple[int, int]:
+        return len(meeting.engines), self._workers
+
+    def _trainer_init(self, meeting: Meeting, port: int) -> TrainerInitInfo:
+        rank = self._parallel.rank
+        if self.backend == "ipc":
+            return IPCTrainerInitInfo(
+                rank=rank, packed=True, packed_buffer_size_bytes=self._buffer_bytes
+            )
+        if self.backend == "nccl":
+            return NCCLTrainerInitInfo(
+                rank=rank,
+                master_address=LOOPBACK,
+                master_port=port,
+                world_size=self._group_size(meeting),
+                packed=True,
+                packed_buffer_size_bytes=self._buffer_bytes,
+                packed_num_buffers=PACKED_BUFFERS,
+            )
+        return M2NTrainerInitInfo(
+            rank=rank,
+            master_address=LOOPBACK,
+            master_port=port,
+            world_size=self._group_size(meeting),
+            num_trainer_ranks=self._parallel.world_size,
+            dst_mesh_dims=self._destination_mesh(meeting),
+        )
+
+
+class ToldEngines:
+    """vLLM's `VLLMWeightSyncClient` for engines that the rollouts have told already.
+
+    Args:
+        told: `init_info` of the first engine and `update_info`; None: this rank tells nothing.
+        deliver: takes updates that were not announced.
+
+    Raises:
+        RuntimeError: (from its methods) vLLM's engine wants to say something else.
+    """
+
+    def __init__(
+        self,
+        told: tuple[Mapping[str, object], Mapping[str, object]] | None,
+        deliver: Deliver | None,
+    ) -> None:
+        self._told, self._deliver = told, deliver
+
+    def init_weight_transfer_engine(self, init_info: dict[str, object]) -> None:
+        """The engines join meanwhile."""
+        _compare("init_weight_transfer_engine", init_info, self._of_leader()[0])
+
+    def start_weight_update(self) -> None:
+        """The rollouts pause the engines and start the update."""
+
+    def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
+        """The engines receive meanwhile, or now what only this call knows."""
+        announced = self._of_leader()[1]
+        assert isinstance(update_info, dict), "one update at a time"
+        if announced:
+            _compare("update_weights", update_info, announced)
+        elif self._deliver is None:
+            raise RuntimeError("nobody delivers updates to the engines: give `deliver` on rank 0")
+        else:
+            self._deliver(_for_http(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The rollouts let the engines finish once this rank has sent everything."""
+
+    def _of_leader(self) -> tuple[Mapping[str, object], Mapping[str, object]]:
+        assert self._told is not None, "rank 0 alone talks to the engines"
+        return self._told
+
+
+def _compare(call: str, wanted: Mapping[str, object], told: Mapping[str, object]) -> None:
+    for name in sorted(wanted.keys() | told.keys()):
+        if wanted.get(name) != told.get(name):
+            raise RuntimeError(
+                f"vLLM's trainer-side engine says {name}={str(wanted.get(name))[:80]} in {call}, "
+                f"the engines were told {str(told.get(name))[:80]}: this vLLM has another protocol "
+                "than the one that was written for; use another resharding.transport"
+            )
+
+
+def _for_http(update_info: Mapping[str, object]) -> dict[str, object]:
+    """CUDA IPC handles are no JSON: in the form that vLLM's workers take over HTTP."""
+    update = {name: value for name, value in update_info.items() if value is not None}
+    if "ipc_handles" in update:
+        handles = pickle.dumps(update.pop("ipc_handles"))
+        update["ipc_handles_pickled"] = base64.b64encode(handles).decode()
+    return update
+
+
+def _within(timeout: timedelta, work: Callable[[], None]) -> None:
+    """Run it in a thread of its own, because nothing ends an NCCL call whose peer is gone.
+
+    Raises:
+        RuntimeError: it takes longer; it is left running.
+    """
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            if current().type == "cuda":
+                torch.cuda.set_device(current())
+            with torch.no_grad():
+                work()
+        finally:
+            outcome.append(sys.exc_info()[1])
+
+    thread = threading.Thread(target=run, name="weight transfer of vLLM", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds())
+    if not outcome:
+        raise RuntimeError(
+            f"vLLM's weight transfer is not done after {timeout.total_seconds():g} s "
+            "(resharding.timeout_seconds): an engine did not come, or died"
+        )
+    if outcome[0] is not None:
+        raise RuntimeError(f"vLLM's weight transfer failed: {outcome[0]}") from outcome[0]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _free_port() -> int:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
