@@ -124,11 +124,11 @@ def _sees_updates_of_every_owner(folder: Path, layout: ParallelConfig) -> None:
 def _computes_what_transformers_computes(folder: Path, layout: ParallelConfig) -> None:
     """The fused tensors could be wrong and still invert each other: look at the logits too."""
     _, parallel, (model,) = _loaded_policy(folder, layout)
-    tokens = torch.arange(20) * 7 % VOCAB
-    bounds = torch.tensor([0, 20], dtype=torch.int32)
-    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=20, max_seqlen_kv=20)
+    tokens = torch.arange(24) * 7 % VOCAB
+    bounds = torch.tensor([0, 24], dtype=torch.int32)
+    packed = PackedSeqParams("thd", bounds, bounds, max_seqlen_q=24, max_seqlen_kv=24)
     with torch.no_grad():
-        local = model(tokens[None], torch.arange(20)[None], None, packed_seq_params=packed)
+        local = model(tokens[None], torch.arange(24)[None], None, packed_seq_params=packed)
         shards = [torch.empty_like(local) for _ in range(parallel.tp_size)]
         dist.all_gather(shards, local.contiguous(), group=parallel.tp_group)
         logits = torch.cat(shards, dim=-1)[0, :, :VOCAB]

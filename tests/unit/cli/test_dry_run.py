@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dapo.cli.main import main
 from tests.conftest import REPOSITORY
-from tests.unit.config.runs import write_run
+from tests.unit.config.runs import DENSE, write_run
 
 SHIPPED = sorted(
     path.relative_to(REPOSITORY).as_posix()
@@ -103,3 +103,12 @@ def test_output_is_the_same_in_a_pipe(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_dapo.cli.main", "train", str(write_run(tmp_path))]
     done = subprocess.run([*command, "--dry-run"], capture_output=True, timeout=60, check=True)
     assert max(len(line) for line in done.stdout.decode().splitlines()) <= 110
+
+
+def test_weights_that_cannot_be_read_are_refused_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    file = write_run(tmp_path, hf=DENSE | quantized)
+    assert main(["train", str(file), "--dry-run"]) == 78
+    assert "quantization_config={'quant_method': 'gptq', 'bits': 4}" in capsys.readouterr().err

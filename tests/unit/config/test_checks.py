@@ -15,6 +15,27 @@ from tests.unit.config.runs import DENSE, MOE, make_config
 CISPO = {"objective": "cispo", "clip_low": 1.0, "clip_high": 4.0}
 GSPO = {"ratio": "sequence", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4}
 FP8 = {"fp8": "blockwise"}
+QUANTIZED = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+SMOLLM2: Mapping[str, object] = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pretraining_tp": 1,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 49152,
+}
+"""config.json of SmolLM2-135M, without the keys of generation."""
 Sections = Mapping[str, Mapping[str, object]]
 
 BROKEN: list[tuple[str, Sections, Mapping[str, object]]] = [
@@ -23,6 +44,8 @@ BROKEN: list[tuple[str, Sections, Mapping[str, object]]] = [
     ("attention_bias=True", {}, DENSE | {"attention_bias": True}),
     ("use_sliding_window=True", {}, DENSE | {"use_sliding_window": True}),
     ("'type': 'yarn'", {}, DENSE | {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+    ("quantization_config={'quant_method': 'fp8'", {}, DENSE | QUANTIZED),
+    ("parallel.tensor=2", {"parallel": {"tensor": 2}}, SMOLLM2),
     ("rollout.group_size=1", {"rollout": {"group_size": 1, "prompts_per_step": 64}}, DENSE),
     ("training.responses_per_update=24", {"training": {"responses_per_update": 24}}, DENSE),
     ("training.responses_per_update=4", {"training": {"responses_per_update": 4}}, DENSE),
@@ -205,6 +228,14 @@ def test_fp8_dimensions_must_fill_blocks() -> None:
         ({"parallel": {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}}, DENSE),
         ({"parallel": {"tensor": 2, "data": 2, "expert": 4}}, MOE),
         ({"parallel": {"tensor": 2, "expert_tensor": 2}}, MOE),
+        ({}, SMOLLM2),
+        (
+            {
+                "parallel": {"tensor": 3, "pipeline": 2},
+                "training": {"tokens_per_micro_batch": 1026},
+            },
+            SMOLLM2,
+        ),
     ],
 )
 def test_sound_configurations_pass(sections: Sections, hf: Mapping[str, object]) -> None:

@@ -91,3 +91,10 @@ def test_a_weight_file_cut_short_is_refused_by_name(tmp_path: Path) -> None:
         (problem,) = weight_problems(tmp_path)
         assert f"model.safetensors has {len(cut)} bytes" in problem
         assert "Fetch it again" in problem
+
+
+def test_a_model_path_that_names_a_file_says_so(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    weights = tmp_path / "model" / "model.safetensors"
+    with pytest.raises(ConfigError, match=r"model\.safetensors is a file; must be a Hugging Face"):
+        check_run(load_config(file, ["device=cpu", f"model.path={weights}"]))
