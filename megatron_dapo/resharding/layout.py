@@ -238,6 +238,11 @@ def check_agrees(
             other parameters; the message names the dimension or the parameter.
     """
     train, rank = plan.train, parallel.rank
+    if parallel.world_size != train.world_size:
+        raise RuntimeError(
+            f"the plan was made for {train.world_size} trainer ranks, {parallel.world_size} are "
+            "running; start the ranks with the layout that the plan was made for"
+        )
     place = train.coordinates(rank)
     found = {
         "parallel.tensor": (parallel.tp_rank, parallel.tp_size),

@@ -10,6 +10,7 @@ import transformers
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_dapo.resharding.boxes import Box
 from megatron_dapo.resharding.layout import shard_place
 from megatron_dapo.resharding.load import _fill
 from megatron_dapo.resharding.name_map import Family, HfTensor, family_for
@@ -188,3 +189,12 @@ def vllm_parameters(case: Case, tensors: dict[str, Tensor], rank: int) -> dict[s
         elif "norm" in name or name.endswith("mlp.gate.weight"):
             found[name] = value
     return found
+
+
+def matrix_box(value: Tensor, box: Box) -> Tensor:
+    """A view of a tensor seen as a matrix; fused experts are experts * rows."""
+    matrix = value.view(-1, value.shape[-1] if value.dim() > 1 else 1)
+    assert box.rows > 0 and box.cols > 0, box
+    assert box.row + box.rows <= matrix.shape[0], box
+    assert box.col + box.cols <= matrix.shape[1], box
+    return matrix[box.row : box.row + box.rows, box.col : box.col + box.cols]

@@ -12,7 +12,6 @@ import torch
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megatron_dapo.resharding import lines
 from megatron_dapo.resharding.boxes import Box
@@ -27,6 +26,7 @@ from megatron_dapo.resharding.plan import (
 from tests.unit.resharding.layouts import (
     Case,
     cases,
+    matrix_box,
     numbered,
     train_parameters,
     vllm_parameters,
@@ -50,15 +50,6 @@ def plan_of(case: Case) -> ReshardPlan:
     return build_plan(case.train, case.engine, case.family, bucket_bytes=case.bucket_bytes)
 
 
-def box_of(value: Tensor, box: Box) -> Tensor:
-    """A view of a tensor seen as a matrix; fused experts are experts * rows."""
-    matrix = value.view(-1, value.shape[-1] if value.dim() > 1 else 1)
-    assert box.rows > 0 and box.cols > 0, box
-    assert box.row + box.rows <= matrix.shape[0], box
-    assert box.col + box.cols <= matrix.shape[1], box
-    return matrix[box.row : box.row + box.rows, box.col : box.col + box.cols]
-
-
 @RANDOM_LAYOUTS
 @given(case=cases(), data=st.data())
 def test_every_engine_byte_is_written_once_by_a_rank_that_holds_it(
@@ -74,13 +65,13 @@ def test_every_engine_byte_is_written_once_by_a_rank_that_holds_it(
     times = {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
     for transfer in plan.transfers_to(receiver):
         assert transfer.receiver == receiver
-        values = box_of(held(transfer.sender)[transfer.source], transfer.source_box)
-        box_of(written[transfer.target], transfer.target_box).copy_(values)
-        box_of(times[transfer.target], transfer.target_box).add_(1)
+        values = matrix_box(held(transfer.sender)[transfer.source], transfer.source_box)
+        matrix_box(written[transfer.target], transfer.target_box).copy_(values)
+        matrix_box(times[transfer.target], transfer.target_box).add_(1)
         assert (torch.isin(values, tensors[transfer.tensor])).all()
     for name, box in plan.padding(receiver):
-        box_of(written[name], box).zero_()
-        box_of(times[name], box).add_(1)
+        matrix_box(written[name], box).zero_()
+        matrix_box(times[name], box).add_(1)
     for name, value in expected.items():
         assert (times[name] == 1).all(), name
         assert torch.equal(written[name], value), name
@@ -197,8 +188,8 @@ def test_a_quantised_engine_gets_whole_tensors_for_its_loader(
     }
     for transfer in plan.transfers_to(receiver):
         if transfer.target in whole:
-            values = box_of(held(transfer.sender)[transfer.source], transfer.source_box)
-            box_of(whole[transfer.target], transfer.target_box).copy_(values)
+            values = matrix_box(held(transfer.sender)[transfer.source], transfer.source_box)
+            matrix_box(whole[transfer.target], transfer.target_box).copy_(values)
         else:
             assert transfer.target in plan.parameters(receiver)
     assert all(torch.equal(value, tensors[name]) for name, value in whole.items())

@@ -138,7 +138,9 @@ def test_a_router_bias_is_refused_by_name() -> None:
 
 def live(**places: int) -> SimpleNamespace:
     """What `check_agrees` reads of a ParallelContext: rank 3 of 2 tensor x 2 data ranks."""
-    standard = dict(rank=3, tp_rank=1, tp_size=2, pp_rank=0, pp_size=1, cp_rank=0, cp_size=1)
+    standard = dict(
+        rank=3, world_size=4, tp_rank=1, tp_size=2, pp_rank=0, pp_size=1, cp_rank=0, cp_size=1
+    )
     rest = dict(dp_rank=1, dp_size=2, ep_rank=0, ep_size=1, etp_rank=1, etp_size=2)
     return SimpleNamespace(**(standard | rest | places))
 
@@ -161,6 +163,8 @@ def test_ranks_that_sit_elsewhere_or_hold_something_else_are_refused() -> None:
     )
     sources = {name: torch.empty(shape) for name, shape in plan.sources(3).items()}
     check_agrees(plan, live(), sources)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="made for 4 trainer ranks, 8 are running"):
+        check_agrees(plan, live(world_size=8), sources)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"parallel\.data: rank 3 is number 0 of 2 .* number 1"):
         check_agrees(plan, live(dp_rank=0), sources)  # type: ignore[arg-type]
     norm = "model.norm.weight"
