@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
 Backend = Literal["nccl", "ipc", "nccl_m2n"]
+BACKENDS: Mapping[str, Backend] = {
+    "vllm_nccl": "nccl",
+    "vllm_ipc": "ipc",
+    "vllm_nccl_m2n": "nccl_m2n",
+}
+"""`resharding.transport` -> vLLM's name of it."""
 Deliver = Callable[[Mapping[str, object]], None]
 """Posts one `update_info` to every engine of the open update and returns when all have taken it."""
 LEADER = 0
@@ -75,6 +81,9 @@ class VllmBridge:
         deliver: on rank 0; needed for ipc, whose update says what was not known before.
     """
 
+    directory = None
+    """Nothing is published."""
+
     def __init__(
         self,
         backend: Backend,
@@ -104,7 +113,6 @@ class VllmBridge:
         hf_config: PretrainedConfig,
         parallel: ParallelContext,
         *,
-        backend: Backend,
         deliver: Deliver | None,
     ) -> VllmBridge:
         """The bridge of this run's settings. Collective; no weights move yet.
@@ -112,6 +120,7 @@ class VllmBridge:
         Raises:
             ValueError: a layout that nccl_m2n cannot describe.
         """
+        backend = BACKENDS[config.resharding.transport]
         layout, family = EngineLayout.from_config(config), family_for(hf_config)
         # Two buckets of the gather and two packed buffers are two buckets of the settings.
         half = config.resharding.bucket_mib * 2**19

@@ -9,20 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.config.schema import RunConfig
 
 SERVED_NAME = "policy"
 BACKEND = "megatron_dapo"
 """Weight-transfer backend, registered on the engine's side by our plug-in."""
+PICKLED_BACKEND = "ipc"
+"""Its handles reach vLLM's workers as pickles, which only this process can send: the socket is
+private."""
 WORKER_EXTENSION = "megatron_dapo.resharding.vllm_worker.WeightReports"
 """What /collective_rpc can ask of a worker beside vLLM's own methods."""
+VLLM_BACKENDS = {"vllm_nccl": "nccl", "vllm_ipc": "ipc", "vllm_nccl_m2n": "nccl_m2n"}
+"""`resharding.transport` -> backend of vLLM's own that the engine takes weights by."""
 FP8_BLOCKS = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
     "weight_block_size": [128, 128],
 }
-"""`quantization_config` of the engine's model."""
+"""`quantization_config` of the engine's model, without the modules that stay as they are. Keys and
+values in the cache keep the engine's dtype: no scales of theirs would come with new weights."""
 CPU_MEMORY_FRACTION = 0.1
 """Of RAM. On CPU the cache has its own size (`rollout.cpu_kv_cache_gib`)."""
 
@@ -55,6 +62,12 @@ class ServerOptions:
     dtype: str
     quantization: Literal["fp8"] | None = None
     """The engine starts without weights then: the model folder's are not quantized."""
+    unconverted: tuple[str, ...] = ()
+    """Modules of the layers that quantization leaves alone."""
+    backend: str = BACKEND
+    """Of vLLM's weight transfer."""
+    weight_backend: str = BACKEND
+    """Ours, or vLLM's own of a transport vllm_*."""
     logprobs: Literal["processed", "raw"]
     max_model_tokens: int
     max_sequences: int
@@ -87,6 +100,9 @@ def server_options(
         tensor=rollout.engine_tensor,
         dtype=config.model.dtype if auto_dtype else rollout.engine_dtype,
         quantization=rollout.engine_quantization,
+        weight_backend=_weight_backend(config.resharding.transport),
+        unconverted=_unconverted(config) if rollout.engine_quantization is not None else (),
+        backend=VLLM_BACKENDS.get(config.resharding.transport, BACKEND),
         logprobs=rollout.logprobs,
         max_model_tokens=rollout.max_engine_tokens or longest,
         max_sequences=rollout.max_concurrent_sequences,
@@ -97,6 +113,18 @@ def server_options(
         startup_timeout_seconds=rollout.startup_timeout_seconds,
         log_file=config.run_dir / "logs" / f"rollout_engine_{index}.log",
     )
+
+
+def _unconverted(config: RunConfig) -> tuple[str, ...]:
+    """Routers, layer by layer: vLLM compares whole names. Embedding and head it never converts."""
+    shape = ModelShape.from_hf(read_hf_config(config.model.path))
+    layers = range(shape.layers if shape.is_moe else 0)
+    return ("lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers))
+
+
+def _weight_backend(transport: str) -> str:
+    """vLLM's name of what receives weights: vllm_nccl is its own "nccl"."""
+    return transport.removeprefix("vllm_") if transport.startswith("vllm_") else BACKEND
 
 
 def server_command(options: ServerOptions, socket: Path) -> list[str]:
@@ -112,13 +140,14 @@ def server_command(options: ServerOptions, socket: Path) -> list[str]:
         *("--max-model-len", str(options.max_model_tokens)),
         *("--max-num-seqs", str(options.max_sequences)),
         *("--logprobs-mode", f"{options.logprobs}_logprobs"),
-        *("--weight-transfer-config", json.dumps({"backend": BACKEND})),
+        *("--weight-transfer-config", json.dumps({"backend": options.backend})),
         *("--worker-extension-cls", WORKER_EXTENSION),
         *("--gpu-memory-utilization", str(options.memory_fraction)),
         *("--disable-uvicorn-access-log", "--enable-prompt-tokens-details"),
     ]
     if options.quantization is not None:
-        overrides = json.dumps({"quantization_config": FP8_BLOCKS})
+        blocks = FP8_BLOCKS | {"modules_to_not_convert": list(options.unconverted)}
+        overrides = json.dumps({"quantization_config": blocks})
         command += ["--quantization", options.quantization, "--hf-overrides", overrides]
     if options.device == "cpu":
         # A seeded prompt that is cut between two steps ends vLLM's CPU worker.
@@ -168,6 +197,11 @@ def server_environment(
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if options.backend == "ipc":
+        # Its handles are pickled. The socket lies in a directory of this user alone.
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if options.weight_backend == PICKLED_BACKEND:
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if options.visible_devices:
         seen = inherited.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = _device_names(options.visible_devices, seen)

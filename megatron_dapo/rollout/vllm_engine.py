@@ -16,6 +16,7 @@ from megatron_dapo.rollout.server_options import SERVED_NAME
 from megatron_dapo.rollout.weight_update import (
     Digests,
     InFlight,
+    deliver_weights,
     load_weights,
     release_weights,
     served_stamp,
@@ -124,7 +125,7 @@ class VllmEngine:
 
         Args:
             init_info: of /init_weight_transfer_engine; told once, and again when it changes.
-            payload: of /update_weights.
+            payload: of /update_weights; empty: `deliver` brings all weights.
         """
         self._check_usable()
         if not self._serving.is_set():
@@ -134,6 +135,18 @@ class VllmEngine:
         with self._phase("loading"):
             await load_weights(self._http, told, payload, self.in_flight)
         self._init_info = dict(init_info)
+
+    async def deliver(self, payload: Mapping[str, object]) -> None:
+        """More of the weights, after `load` and before `verify`."""
+        self._check_updating()
+        with self._phase("loading"):
+            await deliver_weights(self._http, payload)
+
+    async def deliver(self, update_info: Mapping[str, object]) -> None:
+        """More of the first third: what could not be said before the weights were on their way."""
+        self._check_updating()
+        with self._phase("loading"):
+            await deliver_weights(self._http, update_info)
 
     async def verify(self, expected: Sequence[Digests] | None) -> list[dict[str, JsonValue]]:
         """Second third: the engine finishes, and its digests must be the `expected` ones.

@@ -55,9 +55,12 @@ async def load_weights(
 ) -> None:
     """Pause, and bring new values in. Returns once the engine has all of `payload`.
 
+    An empty payload only starts the update: its values come by `deliver_weights`.
+
     Args:
         init_info: where weights come from; None: as the engine was told before.
-        payload: what is to be loaded, as its transport describes it.
+        payload: what is to be loaded, as its transport describes it; empty: `deliver_weights` will
+            say it.
         in_flight: running requests end before the update, or stand still until its end.
     """
     if init_info is not None:
@@ -65,7 +68,19 @@ async def load_weights(
         await http.send("POST", "/init_weight_transfer_engine", body)
     await http.send("POST", f"/pause?mode={in_flight}&clear_cache=false")
     await http.send("POST", "/start_weight_update")
-    await http.send("POST", "/update_weights", {"update_info": dict(payload)})
+    if payload:
+        await deliver_weights(http, payload)
+
+
+async def deliver_weights(http: EngineHttp, payload: Mapping[str, object]) -> None:
+    """Have the engine take the values that `payload` describes."""
+    if payload:
+        await deliver_weights(http, payload)
+
+
+async def deliver_weights(http: EngineHttp, update_info: Mapping[str, object]) -> None:
+    """Have a paused engine take one part of an update."""
+    await http.send("POST", "/update_weights", {"update_info": dict(update_info)})
 
 
 async def verify_weights(

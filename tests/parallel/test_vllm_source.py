@@ -34,6 +34,7 @@ from megatron_dapo.policy.model import build_chunks
 from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.name_map import family_for
+from megatron_dapo.resharding.open_bridge import open_bridge
 from megatron_dapo.resharding.quantize import dequantize_blocks
 from megatron_dapo.resharding.transfer import export_stream
 from tests.ranks import run_ranks
@@ -217,10 +218,9 @@ def _refused_shards(folder: Path, layout: ParallelConfig, message: str) -> None:
 
 
 @contextmanager
-def _bridge(rank: Rank, transport: str, deliver=None) -> Iterator[VllmBridge]:  # type: ignore[no-untyped-def]
-    bridge = VllmBridge.open(
-        rank.config, *rank.parts, backend=transport.removeprefix("vllm_"), deliver=deliver
-    )
+def _bridge(rank: Rank, deliver=None) -> Iterator[VllmBridge]:  # type: ignore[no-untyped-def]
+    bridge = open_bridge(rank.config, *rank.parts, deliver=deliver)
+    assert isinstance(bridge, VllmBridge)
     yield bridge
     bridge.close()
     bridge.close()
@@ -254,7 +254,7 @@ def _nccl(folder: Path) -> None:
     with (
         patch.object(nccl_engine, "open_trainer_endpoint", join),
         patch.object(nccl_engine, "packed_nccl_broadcast_producer", broadcast),
-        _bridge(rank, "vllm_nccl") as bridge,
+        _bridge(rank) as bridge,
     ):
         payload = bridge.prepare(1)
         infos = [bridge.init_info(engine) for engine in range(2)]
@@ -328,7 +328,7 @@ def _ipc(folder: Path) -> None:
         patch.object(torch.cuda, "ipc_collect", lambda: None),
         patch.object(torch.accelerator, "current_device_index", lambda: 0),
         patch.dict("os.environ", VLLM_ALLOW_INSECURE_SERIALIZATION="1"),
-        _bridge(rank, "vllm_ipc", delivered.append) as bridge,
+        _bridge(rank, delivered.append) as bridge,
     ):
         bridge._buffer_bytes = 100_000  # several updates
         assert bridge.prepare(1) == {}
@@ -382,7 +382,7 @@ def _m2n(folder: Path) -> None:
         patch.object(torch.cuda, "current_stream", lambda: stream),
         patch.object(torch.Tensor, "record_stream", lambda self, stream: None),
         patch.object(torch.accelerator, "synchronize", lambda: None),
-        _bridge(rank, "vllm_nccl_m2n") as bridge,
+        _bridge(rank) as bridge,
     ):
         payload = bridge.prepare(1)
         info = bridge.init_info(0)

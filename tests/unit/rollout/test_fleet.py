@@ -112,6 +112,57 @@ def test_every_engine_is_told_its_own_place_and_the_same_update(pair: Pair) -> N
     assert pair.fleet.reports == {0: [{"rank": 0}], 1: [{"rank": 0}]}
 
 
+def test_weights_that_are_described_while_they_are_sent_reach_all_engines(pair: Pair) -> None:
+    with pytest.raises(RuntimeError, match="start_update comes first"):
+        pair.fleet.deliver({"part": 0})
+    pair.fleet.start_update(INFOS, {}, 4)
+    for part in range(3):
+        pair.fleet.deliver({"part": part})
+    pair.fleet.finish_update(None)
+    for server in pair.servers:
+        parts = [body for path, body in server.received if path == "/update_weights"]
+        assert parts == [{"update_info": {"part": part}} for part in range(3)]
+        last = len(server.paths) - 1 - server.paths[::-1].index("/update_weights")
+        assert server.paths.index("/start_weight_update") < server.paths.index("/update_weights")
+        assert last < server.paths.index("/finish_weight_update")
+    assert [result.policy_version for result in pair.generate(0, 1)] == [4, 4]
+
+
+def test_a_part_that_an_engine_refuses_ends_the_update(pair: Pair) -> None:
+    pair.fleet.start_update(INFOS, {}, 4)
+    pair.servers[1].errors["/update_weights"] = 500
+    with pytest.raises(EngineError, match="rollout engine 1 "):
+        pair.fleet.deliver({"part": 0})
+    with pytest.raises(EngineError, match="failed while loading"):
+        pair.fleet.finish_update(None)
+    for index in range(2):
+        with pytest.raises(EngineError, match="restart the engine"):
+            pair.generate(index)
+
+
+def test_parts_of_an_update_can_be_delivered_while_it_is_open(pair: Pair) -> None:
+    with pytest.raises(RuntimeError, match="no update is open"):
+        pair.fleet.deliver({"part": 0})
+    pair.fleet.start_update(INFOS, {}, 4)
+    for part in range(2):
+        pair.fleet.deliver({"part": part})
+    pair.fleet.finish_update(None)
+    for server in pair.servers:
+        taken = [body for path, body in server.received if path == "/update_weights"]
+        assert taken == [{"update_info": {"part": 0}}, {"update_info": {"part": 1}}]
+        assert server.paths.index("/start_weight_update") < server.paths.index("/update_weights")
+
+
+def test_a_part_that_an_engine_refuses_fails_the_update(pair: Pair) -> None:
+    pair.servers[1].errors["/update_weights"] = 500
+    pair.fleet.start_update(INFOS, {}, 4)
+    with pytest.raises(EngineError, match="rollout engine 1 .*answered 500"):
+        pair.fleet.deliver({"part": 0})
+    with pytest.raises(EngineError, match="restart the engine"):
+        pair.fleet.finish_update(None)
+    assert all(server.paused for server in pair.servers)
+
+
 def test_no_engine_goes_on_before_all_are_proven(pair: Pair) -> None:
     pair.servers[1].digests = [{"w": "0b"}]
     with pytest.raises(EngineError, match=r"rollout engine 1 .*w on rank 0 has 0b, expected 0a"):

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config.schema import ModelConfig, RunConfig
+from megatron_dapo.config.schema import ModelConfig, ReshardingConfig, RunConfig
 from megatron_dapo.rollout.server_options import (
     CPU_MEMORY_FRACTION,
     server_command,
     server_environment,
     server_options,
 )
+from tests.unit.config.runs import DENSE, MOE
 
 
 def config(**rollout: object) -> RunConfig:
@@ -51,20 +52,65 @@ def test_workers_can_be_asked_for_their_weights() -> None:
     assert {"weight_digests", "weight_report"} <= set(dir(extension))
 
 
-def test_a_quantized_engine_waits_for_weights_in_blocks_with_scales() -> None:
-    quantized = server_options(config(engine_quantization="fp8"), 0, device="cuda")
-    command = server_command(quantized, Path("/s/http"))
+@pytest.mark.parametrize(
+    ("model", "routers"),
+    [(DENSE, []), (MOE, [f"model.layers.{layer}.mlp.gate" for layer in range(4)])],
+    ids=["dense", "moe"],
+)
+@pytest.mark.parametrize(
+    ("transport", "backend"),
+    [
+        *((ours, "megatron_dapo") for ours in ("auto", "files", "gloo", "nccl", "cuda_ipc")),
+        ("vllm_nccl", "nccl"),
+        ("vllm_ipc", "ipc"),
+        ("vllm_nccl_m2n", "nccl_m2n"),
+    ],
+)
+def test_the_transport_names_the_backend_and_only_vllms_ipc_may_take_pickles(
+    transport: str, backend: str
+) -> None:
+    chosen = config()
+    resharding = chosen.resharding.model_copy(update={"transport": transport})
+    chosen = chosen.model_copy(update={"resharding": resharding})
+    options = server_options(chosen, 0, device="cuda")
+    command = server_command(options, Path("/s/http"))
+    assert json.loads(flag(command, "--weight-transfer-config")) == {"backend": backend}
+    environment = server_environment(options, Path("/s"), {})
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in environment) == (transport == "vllm_ipc")
+
+
+def test_a_quantized_engine_waits_for_weights_in_blocks_with_scales(
+    tmp_path: Path, model: dict[str, object], routers: list[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    run = config(engine_quantization="fp8")
+    run = run.model_copy(update={"model": ModelConfig(path=tmp_path, dtype="bfloat16")})
+    command = server_command(server_options(run, 0, device="cuda"), Path("/s/http"))
     assert flag(command, "--quantization") == "fp8"
     assert flag(command, "--load-format") == "dummy"
+    assert "--kv-cache-dtype" not in command  # its scales would not come with the weights
     assert json.loads(flag(command, "--hf-overrides"))["quantization_config"] == {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", *routers],
     }
     plain = server_command(server_options(config(), 0, device="cuda"), Path("/s/http"))
     assert flag(plain, "--load-format") == "safetensors"
     assert not {"--quantization", "--hf-overrides"} & set(plain)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc", "nccl_m2n"])
+def test_an_engine_takes_weights_by_the_backend_of_vllm_that_the_run_asks_for(backend: str) -> None:
+    run = config().model_copy(
+        update={"resharding": ReshardingConfig.model_validate({"transport": f"vllm_{backend}"})}
+    )
+    options = server_options(run, 0, device="cuda")
+    command = server_command(options, Path("/s/http"))
+    assert json.loads(flag(command, "--weight-transfer-config")) == {"backend": backend}
+    environment = server_environment(options, Path("/s"), {})
+    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in environment) == (backend == "ipc")
 
 
 def test_a_relative_model_path_survives_the_server_s_own_working_directory() -> None:
