@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 
+from megatron_dapo.resharding import lines
 from megatron_dapo.resharding.boxes import Box
 from megatron_dapo.resharding.buckets import Buckets
 from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
@@ -179,6 +180,7 @@ class ReshardPlan:
             "tensors": self.family.hf_tensors,
             "targets": self.parameters(0),
             "bucket_bytes": self.bucket_bytes,
+            "stripes": (lines.ROWS_PER_STRIPE, lines.MESSAGE_BYTES),
         }
         text = json.dumps(inputs, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
