@@ -173,16 +173,6 @@ class RolloutDriver:
         """
         self._fleet.deliver(payload)
 
-    def deliver(self, update_info: Mapping[str, object]) -> None:
-        """Have every engine of the open update take one part of it; returns once all have.
-
-        Any thread may call it, for transports whose sending tells what is to be received.
-
-        Raises:
-            EngineError: an engine failed.
-        """
-        self._fleet.deliver(update_info)
-
     def finish_update(self, expected_digests: Sequence[Digests] | None) -> tuple[Probe, ...]:
         """Second half: wait for the weights, prove them, let the engines go on, and probe each.
 

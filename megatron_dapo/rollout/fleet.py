@@ -163,20 +163,6 @@ class EngineFleet:
         engines = [self.engines[index] for index in self._update.engines]
         self.run(self._deliver(engines, payload))
 
-    def deliver(self, update_info: Mapping[str, object]) -> None:
-        """Have every engine of the open update take one part of it; returns once all have.
-
-        Any thread may call it, for transports whose sending tells what is to be received.
-
-        Raises:
-            EngineError: an engine failed; `finish_update` will say so too.
-        """
-        if self._update is None:
-            raise RuntimeError("no update is open; start_update comes first")
-        self._update.loading.result()
-        engines = [self.engines[index] for index in self._update.engines]
-        self.run(self._deliver(engines, update_info))
-
     def finish_update(self, expected: Sequence[Digests] | None) -> dict[int, VllmEngine]:
         """Second half: wait for the weights, prove them, and only then let any engine go on.
 
@@ -270,11 +256,6 @@ class EngineFleet:
 
     async def _deliver(self, engines: Sequence[VllmEngine], payload: Mapping[str, object]) -> None:
         await gather_or_cancel([engine.deliver(payload) for engine in engines])
-
-    async def _deliver(
-        self, engines: Sequence[VllmEngine], update_info: Mapping[str, object]
-    ) -> None:
-        await gather_or_cancel([engine.deliver(update_info) for engine in engines])
 
     async def _verify(
         self, engines: Sequence[VllmEngine], expected: Sequence[Digests] | None

@@ -15,9 +15,6 @@ from megatron_dapo.config.schema import RunConfig
 SERVED_NAME = "policy"
 BACKEND = "megatron_dapo"
 """Weight-transfer backend, registered on the engine's side by our plug-in."""
-PICKLED_BACKEND = "ipc"
-"""Its handles reach vLLM's workers as pickles, which only this process can send: the socket is
-private."""
 WORKER_EXTENSION = "megatron_dapo.resharding.vllm_worker.WeightReports"
 """What /collective_rpc can ask of a worker beside vLLM's own methods."""
 VLLM_BACKENDS = {"vllm_nccl": "nccl", "vllm_ipc": "ipc", "vllm_nccl_m2n": "nccl_m2n"}
@@ -66,8 +63,6 @@ class ServerOptions:
     """Modules of the layers that quantization leaves alone."""
     backend: str = BACKEND
     """Of vLLM's weight transfer."""
-    weight_backend: str = BACKEND
-    """Ours, or vLLM's own of a transport vllm_*."""
     logprobs: Literal["processed", "raw"]
     max_model_tokens: int
     max_sequences: int
@@ -100,7 +95,6 @@ def server_options(
         tensor=rollout.engine_tensor,
         dtype=config.model.dtype if auto_dtype else rollout.engine_dtype,
         quantization=rollout.engine_quantization,
-        weight_backend=_weight_backend(config.resharding.transport),
         unconverted=_unconverted(config) if rollout.engine_quantization is not None else (),
         backend=VLLM_BACKENDS.get(config.resharding.transport, BACKEND),
         logprobs=rollout.logprobs,
@@ -120,11 +114,6 @@ def _unconverted(config: RunConfig) -> tuple[str, ...]:
     shape = ModelShape.from_hf(read_hf_config(config.model.path))
     layers = range(shape.layers if shape.is_moe else 0)
     return ("lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in layers))
-
-
-def _weight_backend(transport: str) -> str:
-    """vLLM's name of what receives weights: vllm_nccl is its own "nccl"."""
-    return transport.removeprefix("vllm_") if transport.startswith("vllm_") else BACKEND
 
 
 def server_command(options: ServerOptions, socket: Path) -> list[str]:
@@ -199,8 +188,6 @@ def server_environment(
     }
     if options.backend == "ipc":
         # Its handles are pickled. The socket lies in a directory of this user alone.
-        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    if options.weight_backend == PICKLED_BACKEND:
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if options.visible_devices:
         seen = inherited.get("CUDA_VISIBLE_DEVICES")

@@ -142,12 +142,6 @@ class VllmEngine:
         with self._phase("loading"):
             await deliver_weights(self._http, payload)
 
-    async def deliver(self, update_info: Mapping[str, object]) -> None:
-        """More of the first third: what could not be said before the weights were on their way."""
-        self._check_updating()
-        with self._phase("loading"):
-            await deliver_weights(self._http, update_info)
-
     async def verify(self, expected: Sequence[Digests] | None) -> list[dict[str, JsonValue]]:
         """Second third: the engine finishes, and its digests must be the `expected` ones.
 

@@ -59,8 +59,7 @@ async def load_weights(
 
     Args:
         init_info: where weights come from; None: as the engine was told before.
-        payload: what is to be loaded, as its transport describes it; empty: `deliver_weights` will
-            say it.
+        payload: what is to be loaded, as its transport describes it.
         in_flight: running requests end before the update, or stand still until its end.
     """
     if init_info is not None:
@@ -74,13 +73,7 @@ async def load_weights(
 
 async def deliver_weights(http: EngineHttp, payload: Mapping[str, object]) -> None:
     """Have the engine take the values that `payload` describes."""
-    if payload:
-        await deliver_weights(http, payload)
-
-
-async def deliver_weights(http: EngineHttp, update_info: Mapping[str, object]) -> None:
-    """Have a paused engine take one part of an update."""
-    await http.send("POST", "/update_weights", {"update_info": dict(update_info)})
+    await http.send("POST", "/update_weights", {"update_info": dict(payload)})
 
 
 async def verify_weights(

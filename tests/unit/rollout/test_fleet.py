@@ -140,29 +140,6 @@ def test_a_part_that_an_engine_refuses_ends_the_update(pair: Pair) -> None:
             pair.generate(index)
 
 
-def test_parts_of_an_update_can_be_delivered_while_it_is_open(pair: Pair) -> None:
-    with pytest.raises(RuntimeError, match="no update is open"):
-        pair.fleet.deliver({"part": 0})
-    pair.fleet.start_update(INFOS, {}, 4)
-    for part in range(2):
-        pair.fleet.deliver({"part": part})
-    pair.fleet.finish_update(None)
-    for server in pair.servers:
-        taken = [body for path, body in server.received if path == "/update_weights"]
-        assert taken == [{"update_info": {"part": 0}}, {"update_info": {"part": 1}}]
-        assert server.paths.index("/start_weight_update") < server.paths.index("/update_weights")
-
-
-def test_a_part_that_an_engine_refuses_fails_the_update(pair: Pair) -> None:
-    pair.servers[1].errors["/update_weights"] = 500
-    pair.fleet.start_update(INFOS, {}, 4)
-    with pytest.raises(EngineError, match="rollout engine 1 .*answered 500"):
-        pair.fleet.deliver({"part": 0})
-    with pytest.raises(EngineError, match="restart the engine"):
-        pair.fleet.finish_update(None)
-    assert all(server.paused for server in pair.servers)
-
-
 def test_no_engine_goes_on_before_all_are_proven(pair: Pair) -> None:
     pair.servers[1].digests = [{"w": "0b"}]
     with pytest.raises(EngineError, match=r"rollout engine 1 .*w on rank 0 has 0b, expected 0a"):

@@ -57,28 +57,6 @@ def test_workers_can_be_asked_for_their_weights() -> None:
     [(DENSE, []), (MOE, [f"model.layers.{layer}.mlp.gate" for layer in range(4)])],
     ids=["dense", "moe"],
 )
-@pytest.mark.parametrize(
-    ("transport", "backend"),
-    [
-        *((ours, "megatron_dapo") for ours in ("auto", "files", "gloo", "nccl", "cuda_ipc")),
-        ("vllm_nccl", "nccl"),
-        ("vllm_ipc", "ipc"),
-        ("vllm_nccl_m2n", "nccl_m2n"),
-    ],
-)
-def test_the_transport_names_the_backend_and_only_vllms_ipc_may_take_pickles(
-    transport: str, backend: str
-) -> None:
-    chosen = config()
-    resharding = chosen.resharding.model_copy(update={"transport": transport})
-    chosen = chosen.model_copy(update={"resharding": resharding})
-    options = server_options(chosen, 0, device="cuda")
-    command = server_command(options, Path("/s/http"))
-    assert json.loads(flag(command, "--weight-transfer-config")) == {"backend": backend}
-    environment = server_environment(options, Path("/s"), {})
-    assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in environment) == (transport == "vllm_ipc")
-
-
 def test_a_quantized_engine_waits_for_weights_in_blocks_with_scales(
     tmp_path: Path, model: dict[str, object], routers: list[str]
 ) -> None:
