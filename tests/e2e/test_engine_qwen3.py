@@ -291,9 +291,10 @@ def test_fifty_updates_leave_no_memory_behind(overlapped: tuple[InFlight, Overla
 async def _try_update(
     engine: VllmEngine, good: dict[str, object], payload: dict[str, object]
 ) -> None:
-    await update_weights(engine, good, 100)
+    info = {"directory": str(Path(str(good["path"])).parent)}
+    await engine.update(info, good, 100)
     with pytest.raises(EngineError) as caught:
-        await update_weights(engine, payload, 100)
+        await engine.update(info, payload, 101)
     with pytest.raises(EngineError, match="restart the engine"):
         await engine.generate(request((5, 6)))
     raise caught.value
