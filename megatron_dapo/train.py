@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         check_run(config)
-        from megatron_dapo.trainer import train
+        from megatron_dapo.session import train
 
         finished = train(config, save_and_stop)
     except ConfigError as error:

@@ -12,47 +12,41 @@ From there on every rank does the same, and only the last pipeline stage sees a 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from threading import Event
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatron_dapo import device
 from megatron_dapo.batch.packing import pack_update, pad_multiple, split_updates
 from megatron_dapo.batch.rollout_batch import build_rollout_batch, from_tensors
 from megatron_dapo.checkpoint.commit import (
     CHECKPOINTS,
-    MANIFEST_FILE,
     newest_complete,
     step_folder,
     step_of,
 )
 from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, save_checkpoint
-from megatron_dapo.config import ConfigError, RunConfig
+from megatron_dapo.config import RunConfig
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.timing import PhaseTimer
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.context import ParallelContext
-from megatron_dapo.parallel.launch_env import LaunchEnv, init_process_group, read_launch_env
 from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.policy.trained_model import SkippedUpdates, TrainedModel
-from megatron_dapo.resharding.load import load_hf_weights
-from megatron_dapo.resharding.shared_memory import SharedMemoryTransport
+from megatron_dapo.resharding.bridge import Bridge
 from megatron_dapo.resharding.transfer import export_stream
 from megatron_dapo.rollout.driver import RolloutDriver
+from megatron_dapo.rollout.probe import Probe, check_probes, probe_batch
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.types import MicroBatch, RolloutBatch
 
@@ -70,7 +64,7 @@ class Trainer:
     parallel: ParallelContext
     policy: Policy
     critic: Critic | None
-    transport: SharedMemoryTransport
+    bridge: Bridge
     rollouts: RolloutDriver | None
     sinks: Sinks | None
     skipped: SkippedUpdates
@@ -125,14 +119,18 @@ class Trainer:
             self._train(self.policy, updates, step, bag)
         with timer.phase("weight_sync"):
             self.policy_version = step
-            self.sync_weights()
+            synced = self.sync_weights()
         with timer.phase("testing"):
             heldout = self.evaluate(step) if self._due(step, self.config.evaluation.every) else {}
-        self._log(step, bag, rollout, heldout, timer)
+        self._log(step, bag, rollout, synced | heldout, timer)
 
     def _share(self, rollout: RolloutStep | None) -> RolloutBatch:
+        """The batch that global rank 0 makes of its groups, on every rank."""
+        built = None if rollout is None else build_rollout_batch(rollout.groups, self.config)
+        return self._broadcast(built)
+
+    def _broadcast(self, batch: RolloutBatch | None) -> RolloutBatch:
         """The batch of global rank 0 on every rank, as plain tensors over the control group."""
-        batch = None if rollout is None else build_rollout_batch(rollout.groups, self.config)
         tensors = None if batch is None else batch.tensors()
         return from_tensors(broadcast_tensors(tensors, group=self.parallel.control_group))
 
@@ -178,14 +176,32 @@ class Trainer:
             bag.update(result.metrics.metrics)
             self.skipped.note(model.name, result)
 
-    def sync_weights(self) -> None:
-        """Engines serve this policy from here on, stamped with `policy_version`. Collective."""
-        stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
-        payload = self.transport.publish(stream, self.policy_version)
+    def sync_weights(self) -> dict[str, float]:
+        """Engines serve this policy from here on, stamped with `policy_version`. Collective.
+
+        What they hold is compared with what was sent, and what they compute with what the
+        trainer computes; the returned metrics say how well that agrees.
+        """
+        payload = self.bridge.prepare(self.policy_version)
         device.release_cached_memory()  # engines of the same devices wake up
         if self.rollouts is not None:
-            assert payload is not None, "the rank with the rollouts publishes"
-            self.rollouts.update_weights(payload, self.policy_version)
+            engines = range(self.config.rollout.engines)
+            infos = [self.bridge.init_info(engine) for engine in engines]
+            self.rollouts.start_update(infos, payload, self.policy_version)
+        self.bridge.send(self.policy_version)
+        expected = self.bridge.expected_digests()
+        probes = None if self.rollouts is None else self.rollouts.finish_update(expected)
+        self.bridge.acknowledged(self.policy_version)
+        return self._check_probes(probes)
+
+    def _check_probes(self, probes: Sequence[Probe] | None) -> dict[str, float]:
+        """Score what the engines sampled; every rank stops where the two sides disagree."""
+        if self.config.resharding.probe_tokens == 0:
+            return {}
+        batch = self._broadcast(None if probes is None else probe_batch(probes))
+        packs = self._pack_update(batch, torch.arange(batch.num_responses))
+        scored, _ = self.policy.logprobs(packs)
+        return check_probes(batch, scored, self.config, self.parallel)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Accuracy on the held-out prompts, on global rank 0; {} elsewhere (they wait later)."""
@@ -271,7 +287,7 @@ class Trainer:
         step: int,
         bag: MetricBag,
         rollout: RolloutStep | None,
-        heldout: Mapping[str, float],
+        others: Mapping[str, float],
         timer: PhaseTimer,
     ) -> None:
         """Merge what all ranks saw (one collective) and write it, on global rank 0."""
@@ -292,88 +308,6 @@ class Trainer:
             "perf/throughput": sum(trained) / seconds / self.config.parallel.world_size,
             "training/policy_version": float(self.policy_version),
         }
-        metrics = merged.values() | rollout.metrics | dict(heldout) | timing | performance
+        metrics = merged.values() | rollout.metrics | dict(others) | timing | performance
         self.sinks.log(step, metrics)
         self.sinks.log_samples(step, rollout.groups)
-
-
-def train(config: RunConfig, save_and_stop: Event) -> bool:
-    """Run the rank that the environment names; False when it saved and stopped before the end."""
-    if is_complete(config):
-        steps = config.training.steps
-        logger.warning("%s is already complete: %d steps are done", config.run_dir, steps)
-        return True
-    environment = read_launch_env(os.environ)
-    with _open_trainer(config, environment) as trainer:
-        trainer.save_and_stop = save_and_stop
-        return trainer.run()
-
-
-def is_complete(config: RunConfig) -> bool:
-    """True when the last step is saved and, where asked for, exported. Every rank sees the same."""
-    checkpoint = newest_complete(config.run_dir / CHECKPOINTS)
-    if checkpoint is None or step_of(checkpoint) < config.training.steps:
-        return False
-    exported = config.run_dir / HF_FOLDER / "config.json"
-    return not config.checkpoint.export_hf or (
-        exported.is_file()
-        and exported.stat().st_mtime >= (checkpoint / MANIFEST_FILE).stat().st_mtime
-    )
-
-
-@contextmanager
-def _open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer]:
-    """Everything that a rank owns, in order of need; released in reverse, whatever happens.
-
-    Engines start first, on global rank 0: they load while Megatron does.
-    """
-    where = device.select(config.device, local_rank=environment.local_rank)
-    kind: Literal["cpu", "cuda"] = "cuda" if where.type == "cuda" else "cpu"
-    hf_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
-    with ExitStack() as stack:
-        transport = SharedMemoryTransport()
-        stack.callback(transport.close)
-        rollouts = sinks = None
-        if environment.rank == 0:
-            rollouts = RolloutDriver(config, device=kind)
-            stack.callback(rollouts.close)
-            rollouts.start()
-            sinks = Sinks.open(config)
-            stack.callback(sinks.close)
-        parallel = join_ranks(config, environment)
-        stack.callback(parallel.destroy)
-        policy = Policy.build(config, hf_config, parallel)
-        try:
-            load_hf_weights(policy.chunks, hf_config, config.model.path, parallel)
-        except ValueError as error:
-            raise ConfigError(f"model.path={config.model.path}: {error}") from error
-        policy.weights_loaded()
-        critic = None
-        if config.advantage.estimator == "gae":
-            critic = Critic.build(config, hf_config, parallel)
-            critic.start_from(policy.chunks)
-        if rollouts is not None:
-            rollouts.wait_ready()
-        yield Trainer(
-            config=config,
-            hf_config=hf_config,
-            parallel=parallel,
-            policy=policy,
-            critic=critic,
-            transport=transport,
-            rollouts=rollouts,
-            sinks=sinks,
-            skipped=SkippedUpdates(config.training.stop_after_skipped),
-        )
-
-
-def join_ranks(config: RunConfig, environment: LaunchEnv) -> ParallelContext:
-    """Meet the other ranks and cut the process groups. Every rank calls it once."""
-    init_process_group(
-        environment,
-        timeout=timedelta(seconds=config.parallel.timeout_seconds),
-        backend=device.backend(),
-    )
-    return ParallelContext.create(config.parallel, seed=config.seed)

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_dapo.parallel.launch_env import read_launch_env
     from megatron_dapo.policy.model import build_chunks
     from megatron_dapo.resharding.load import load_hf_weights
-    from megatron_dapo.trainer import join_ranks
+    from megatron_dapo.session import join_ranks
 
     config = load_config(options.config)
     environment = read_launch_env(os.environ)

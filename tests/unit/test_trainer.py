@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from megatron_dapo.checkpoint.commit import CHECKPOINTS, commit, unfinished_folder
 from megatron_dapo.config import RunConfig
-from megatron_dapo.trainer import HF_FOLDER, Trainer, is_complete
+from megatron_dapo.session import is_complete
+from megatron_dapo.trainer import HF_FOLDER, Trainer
 from tests.unit.config.runs import make_config
 
 STEPS = 4
@@ -71,8 +72,9 @@ class Diary(Trainer):
     def resume(self) -> int:
         return self.start
 
-    def sync_weights(self) -> None:
+    def sync_weights(self) -> dict[str, float]:
         self.notes.append("sync")
+        return {}
 
     def evaluate(self, step: int) -> dict[str, float]:
         self.notes.append(f"evaluate {step}")
@@ -107,7 +109,7 @@ def alone() -> Iterator[Alone]:
 def diary(alone: Alone, *, every: int, start: int = 0, stop_at: int | None = None) -> Diary:
     config = make_config(training={"steps": STEPS}, checkpoint={"every": every})
     rest = dict.fromkeys(
-        ("hf_config", "policy", "critic", "transport", "rollouts", "sinks", "skipped")
+        ("hf_config", "policy", "critic", "bridge", "rollouts", "sinks", "skipped")
     )
     return Diary(
         config=config,
