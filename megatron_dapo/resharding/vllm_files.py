@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from megatron_dapo.resharding.vllm_layers import repack_cpu_experts
+from megatron_dapo.resharding.vllm_parts import repack_cpu_experts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig

@@ -6,8 +6,12 @@ with: a load from a Hugging Face folder, by vLLM itself.
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -16,9 +20,11 @@ from torch import Tensor, nn
 
 from megatron_dapo.resharding.digest import as_hex, parameter_digest
 from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.files import version_folder, write_messages
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import ReshardPlan, build_plan
 from megatron_dapo.resharding.train_map import TrainLayout
+from tests.unit.resharding.in_process import outboxes_of
 
 VLLM_ENVIRONMENT = {
     "VLLM_PLUGINS": "megatron_dapo",
@@ -56,6 +62,7 @@ def vllm_config(
     )
     config = arguments.create_engine_config()
     config.parallel_config.rank = rank
+    os.environ["VLLM_DIST_IDENT"] = hashlib.sha256(store.encode()).hexdigest()[:12]
     with set_current_vllm_config(config):
         init_distributed_environment(tensor, rank, f"file://{store}", rank, "gloo")
         initialize_model_parallel(tensor)
@@ -107,6 +114,40 @@ def plan_of(
     family = family_for(transformers.AutoConfig.from_pretrained(folder))
     engine = EngineLayout(tensor=tensor, dtype=dtype)  # type: ignore[arg-type]
     return build_plan(train, engine, family, bucket_bytes=bucket_bytes)
+
+
+def init_info(plan: ReshardPlan, directory: Path) -> dict[str, object]:
+    """What the trainer tells an engine once."""
+    return {
+        "transport": "files",
+        "directory": str(directory),
+        "train_layout": asdict(plan.train),
+        "engine_layout": asdict(plan.engine),
+        "bucket_bytes": plan.bucket_bytes,
+        "fingerprint": plan.fingerprint,
+        "replica": 0,
+        "timeout_seconds": 60.0,
+    }
+
+
+def publish_messages(
+    plan: ReshardPlan, tensors: dict[str, Tensor], directory: Path, version: int
+) -> tuple[dict[str, object], list[dict[str, str]]]:
+    """Write a version as the trainer ranks do: payload, and digests for each tensor rank."""
+    folder = version_folder(directory, version)
+    folder.mkdir()
+    sums: list[Counter[str]] = [Counter() for _ in range(plan.engine.tensor)]
+    for outbox in outboxes_of(plan, tensors):
+        write_messages(folder, version, outbox)
+        for receiver, total in enumerate(sums):
+            total.update(outbox.partial_digests(receiver))
+    digests = [{name: as_hex(value) for name, value in total.items()} for total in sums]
+    payload: dict[str, object] = {
+        "policy_version": version,
+        "folder": str(folder),
+        "generations": [0],
+    }
+    return payload, digests
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
