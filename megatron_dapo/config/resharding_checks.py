@@ -23,7 +23,9 @@ def chosen_transport(config: RunConfig, device: Literal["cpu", "cuda"]) -> str:
         return transport
     if device == "cpu":
         return "files"
-    return "cuda_ipc" if config.rollout.placement == "colocated" else "nccl"
+    if config.rollout.placement == "disaggregated":
+        return "nccl"
+    return "cuda_ipc" if config.parallel.nodes == 1 else "files"
 
 
 def resharding_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
@@ -60,6 +62,12 @@ def _transport_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"{seen}: engines must work on the trainers' GPUs, and rollout.placement="
             "disaggregated. Use nccl, or rollout.placement=colocated."
+        )
+    if transport in SHARES_DEVICES and config.parallel.nodes > 1:
+        yield (
+            f"{seen}: memory of a GPU cannot be opened on another machine, and parallel.nodes="
+            f"{config.parallel.nodes}. Use files (run_dir must lie on a shared file system), or "
+            "nccl with rollout.placement=disaggregated."
         )
     if transport in OWN_DEVICES and placement == "colocated":
         yield (

@@ -219,7 +219,8 @@ class ReshardingConfig(Section):
         "vllm_nccl_m2n",
     ] = "auto"
     """files: shared memory. gloo, nccl: point to point. cuda_ipc: engines on the trainers' devices.
-    vllm_*: vLLM's own backends. auto: files on CPU; cuda_ipc or nccl, by rollout.placement."""
+    vllm_*: vLLM's own backends. auto: files on CPU; on GPU nccl for engines with their own
+    devices, cuda_ipc for others on one machine, files in run_dir on several."""
     bucket_mib: PositiveInt = 512
     """Weights under way at a time; either side holds at most two buckets beside the model."""
     timeout_seconds: PositiveInt = 600

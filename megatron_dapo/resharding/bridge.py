@@ -33,7 +33,12 @@ from megatron_dapo.resharding.cuda_ipc import CudaIpcSender, NoteBoard
 from megatron_dapo.resharding.digest import as_hex
 from megatron_dapo.resharding.engine_map import EngineLayout
 from megatron_dapo.resharding.files import FileSender
-from megatron_dapo.resharding.layout import exchange_layout, local_parameters, source_parameters
+from megatron_dapo.resharding.layout import (
+    check_agrees,
+    exchange_layout,
+    local_parameters,
+    source_parameters,
+)
 from megatron_dapo.resharding.messages import Outbox
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import ReshardPlan, build_plan
@@ -85,14 +90,14 @@ class Bridge:
         hf_config: PretrainedConfig,
         parallel: ParallelContext,
         *,
-        directory: Path = SHARED_MEMORY,
+        directory: Path | None = None,
     ) -> Bridge:
         """The bridge of this run's settings. Collective; no weights move yet.
 
         Args:
             chunks: this rank's model chunks, unwrapped.
-            directory: a private directory is made in it, that trainers and engines must all see:
-                shared memory on one machine, a shared file system on several.
+            directory: a private directory is made in it, that trainers and engines must all see.
+                None: shared memory on one machine, `run_dir` on several.
 
         Raises:
             ValueError: a parameter that the name tables do not know, or layouts that cannot meet.
@@ -107,11 +112,15 @@ class Bridge:
             family,
             bucket_bytes=settings.bucket_mib * 2**20,
         )
+        sources: dict[str, Tensor] = dict(source_parameters(chunks, family, parallel))
+        check_agrees(plan, parallel, sources)
         kind: Literal["cpu", "cuda"] = "cuda" if current().type == "cuda" else "cpu"
+        if directory is None:
+            directory = SHARED_MEMORY if config.parallel.nodes == 1 else config.run_dir
         owned, path = share_directory(directory, parallel)
         return cls(
             plan,
-            dict(source_parameters(chunks, family, parallel)),
+            sources,
             parallel,
             transport=chosen_transport(config, kind),
             directory=path,

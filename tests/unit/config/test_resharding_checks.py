@@ -9,6 +9,7 @@ import pytest
 
 from megatron_dapo.config import ConfigError, RunConfig, check_config
 from megatron_dapo.config.resharding_checks import chosen_transport
+from megatron_dapo.config.schema import ParallelConfig
 from tests.unit.config.runs import DENSE, MOE, make_config
 
 WIDE = DENSE | {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
@@ -19,6 +20,10 @@ Device = Literal["auto", "cpu", "cuda"]
 def run(transport: str = "auto", device: Device = "auto", **rollout: object) -> RunConfig:
     config = make_config(resharding={"transport": transport}, rollout=rollout)
     return config.model_copy(update={"device": device})
+
+
+def on_two_machines(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"parallel": ParallelConfig(data=2, nodes=2)})
 
 
 BROKEN: list[tuple[str, RunConfig, Mapping[str, object]]] = [
@@ -42,6 +47,14 @@ BROKEN: list[tuple[str, RunConfig, Mapping[str, object]]] = [
             DENSE,
         )
         for name in ("nccl", "vllm_nccl", "vllm_nccl_m2n")
+    ),
+    *(
+        (
+            f"resharding.transport={name}: memory of a GPU cannot be opened on another machine",
+            on_two_machines(run(name, "cuda")),
+            DENSE,
+        )
+        for name in ("cuda_ipc", "vllm_ipc")
     ),
     ("rollout.engine_quantization=fp8: engines on CPU", run(device="cpu", **FP8), WIDE),
     (
@@ -118,4 +131,7 @@ def test_auto_takes_what_suits_device_and_placement(
     device: Literal["cpu", "cuda"], placement: str, transport: str
 ) -> None:
     assert chosen_transport(run(placement=placement), device) == transport
+    several = on_two_machines(run(placement=placement))
+    shared = "files" if transport == "cuda_ipc" else transport
+    assert chosen_transport(several, device) == shared, "GPUs of other machines cannot be opened"
     assert chosen_transport(run("files", placement=placement), device) == "files"
