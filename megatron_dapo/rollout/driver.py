@@ -197,18 +197,6 @@ class RolloutDriver:
         """Of the last update, by engine: what each worker says of it; [] without digests."""
         return self._fleet.reports
 
-    def update_weights(self, payload: Mapping[str, object], policy_version: int) -> None:
-        """Every engine loads one published file; none generates in between.
-
-        Raises:
-            EngineError: an engine failed; the run has to stop.
-        """
-        directory = Path(str(payload["path"])).parent
-        self.remove_when_orphaned(directory)
-        infos = [{"directory": str(directory)}] * len(self._fleet)
-        self._fleet.start_update(infos, payload, policy_version)
-        self._fleet.finish_update(None)
-
     def state_dict(self) -> dict[str, JsonValue]:
         """Position in the prompt order, as JSON."""
         return {"prompts": cast(JsonValue, self._prompts.state_dict())}
