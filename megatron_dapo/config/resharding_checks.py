@@ -14,6 +14,8 @@ SHARES_DEVICES = ("cuda_ipc", "vllm_ipc")
 OWN_DEVICES = ("nccl", "vllm_nccl", "vllm_nccl_m2n")
 """NCCL takes no two ranks on one GPU."""
 FP8_BLOCK = 128
+M2N_MOST_SOURCES = 16
+"""Trainer ranks that one engine rank may take a tensor from (a limit of NCCL's reshard)."""
 
 
 def chosen_transport(config: RunConfig, device: Literal["cpu", "cuda"]) -> str:
@@ -34,6 +36,8 @@ def resharding_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     With device=auto only what fails on every device.
     """
     yield from _transport_problems(config)
+    if config.resharding.transport == "vllm_nccl_m2n":
+        yield from _m2n_problems(config)
     yield from _quantization_problems(config, shape)
     yield from _cut_problems(config, shape)
     settings, default = config.resharding, ReshardingConfig()
@@ -76,6 +80,43 @@ def _transport_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _m2n_problems(config: RunConfig) -> Iterator[str]:
+    """What one mesh of replicas x tensor ranks a side cannot describe."""
+    layout, rollout = config.parallel, config.rollout
+    rest = "Use resharding.transport=nccl or vllm_nccl."
+    seen = "resharding.transport=vllm_nccl_m2n and"
+    if layout.pipeline > 1:
+        yield (
+            f"{seen} parallel.pipeline={layout.pipeline}: every rank must hold a part of every "
+            f"tensor; a pipeline stage holds some layers only. {rest}"
+        )
+    if layout.expert > 1:
+        yield (
+            f"{seen} parallel.expert={layout.expert}: every rank must hold a part of every "
+            f"tensor; with expert parallelism it holds some experts only. {rest}"
+        )
+    if layout.expert_tensor_size not in (1, layout.tensor):
+        yield (
+            f"{seen} parallel.expert_tensor={layout.expert_tensor_size}: experts would need "
+            f"another mesh than parallel.tensor={layout.tensor}; allowed are that and 1. {rest}"
+        )
+    if layout.tensor > M2N_MOST_SOURCES:
+        yield (
+            f"{seen} parallel.tensor={layout.tensor}: a tensor may come from at most "
+            f"{M2N_MOST_SOURCES} ranks. {rest}"
+        )
+    if rollout.engines > 1:
+        yield (
+            f"{seen} rollout.engines={rollout.engines}: vLLM's receivers number themselves within "
+            f"one engine. {rest}"
+        )
+    if rollout.engine_quantization is not None:
+        yield (
+            f"{seen} rollout.engine_quantization={rollout.engine_quantization}: shards of the "
+            f"trainer are not cut at blocks of {FP8_BLOCK}. {rest}"
+        )
+
+
 def _quantization_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
     rollout = config.rollout
     if rollout.engine_quantization is None:
@@ -89,13 +130,29 @@ def _quantization_problems(config: RunConfig, shape: ModelShape) -> Iterator[str
             f"{seen}: engines compute in bfloat16 around FP8 matrices, and rollout.engine_dtype is "
             "float32. Set rollout.engine_dtype=bfloat16."
         )
-    for name, size in (("hidden_size", shape.hidden), ("intermediate_size", shape.ffn)):
-        if size % (FP8_BLOCK * (rollout.engine_tensor if name == "intermediate_size" else 1)):
+    ranks = rollout.engine_tensor
+    for name, size in _cut_sizes(shape, ranks).items():
+        if size % FP8_BLOCK:
             yield (
-                f"{seen}: scales are for blocks of {FP8_BLOCK} x {FP8_BLOCK}, which {name}={size} "
-                f"of the model with rollout.engine_tensor={rollout.engine_tensor} does not fill. "
-                "Leave it out, or use another engine_tensor."
+                f"{seen}: scales are for blocks of {FP8_BLOCK} x {FP8_BLOCK}, which the {size} of "
+                f"{name} on a rank of rollout.engine_tensor={ranks} do not fill. Leave it out, or "
+                "use another engine_tensor."
             )
+
+
+def _cut_sizes(shape: ModelShape, ranks: int) -> dict[str, int]:
+    """Rows or columns of the matrices on one engine rank, that blocks must fill."""
+    ffn, name = shape.ffn, "intermediate_size"
+    if shape.is_moe:
+        ffn, name = shape.expert_ffn, "moe_intermediate_size"
+    return {
+        "hidden_size": shape.hidden,
+        name: ffn // ranks,
+        # Query heads are a multiple of these.
+        "the key heads (num_key_value_heads x head_dim)": (
+            max(shape.kv_heads // ranks, 1) * shape.head_dim
+        ),
+    }
 
 
 def _cut_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:

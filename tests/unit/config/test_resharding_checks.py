@@ -14,6 +14,16 @@ from tests.unit.config.runs import DENSE, MOE, make_config
 
 WIDE = DENSE | {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
 FP8 = {"engine_quantization": "fp8", "engine_dtype": "bfloat16"}
+BLOCKS = "rollout.engine_quantization=fp8: scales are for blocks of 128 x 128, which the"
+WIDE_HEADS = WIDE | {"num_attention_heads": 4, "num_key_value_heads": 2}
+"""More ranks than key/value heads: each rank has a whole one of 128."""
+BLOCKS_MOE = MOE | {
+    "hidden_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "moe_intermediate_size": 768,
+}
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -24,6 +34,15 @@ def run(transport: str = "auto", device: Device = "auto", **rollout: object) -> 
 
 def on_two_machines(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"parallel": ParallelConfig(data=2, nodes=2)})
+
+
+def m2n(*, parallel: Mapping[str, object] | None = None, **rollout: object) -> RunConfig:
+    config = make_config(
+        resharding={"transport": "vllm_nccl_m2n"},
+        rollout={"placement": "disaggregated", **rollout},
+        parallel=parallel or {},
+    )
+    return config.model_copy(update={"device": "cuda"})
 
 
 BROKEN: list[tuple[str, RunConfig, Mapping[str, object]]] = [
@@ -66,6 +85,37 @@ BROKEN: list[tuple[str, RunConfig, Mapping[str, object]]] = [
         "rollout.engine_quantization=fp8: scales are for blocks",
         run(device="cuda", **FP8, engine_tensor=2, placement="disaggregated"),
         WIDE | {"intermediate_size": 128 * 3},
+    ),
+    *(
+        (
+            f"{BLOCKS} {what}",
+            run(device="cuda", **FP8, engine_tensor=ranks, placement="disaggregated"),
+            hf,
+        )
+        for what, ranks, hf in (
+            ("576 of hidden_size", 1, WIDE | {"hidden_size": 576}),
+            ("64 of the key heads", 1, WIDE | {"head_dim": 64, "num_key_value_heads": 1}),
+            ("192 of moe_intermediate_size", 4, BLOCKS_MOE),
+        )
+    ),
+    *(
+        (f"resharding.transport=vllm_nccl_m2n and {key}", config, hf)
+        for key, config, hf in (
+            ("parallel.pipeline=2", m2n(parallel={"pipeline": 2}), DENSE),
+            ("parallel.expert=2", m2n(parallel={"data": 2, "expert": 2}), MOE),
+            (
+                "parallel.expert_tensor=2",
+                m2n(parallel={"tensor": 4, "expert_tensor": 2}),
+                MOE | {"num_key_value_heads": 4},
+            ),
+            (
+                "parallel.tensor=32",
+                m2n(parallel={"tensor": 32}),
+                DENSE | {"num_attention_heads": 32, "num_key_value_heads": 32},
+            ),
+            ("rollout.engines=2", m2n(engines=2), DENSE),
+            ("rollout.engine_quantization=fp8", m2n(**FP8), WIDE),
+        )
     ),
     (
         "rollout.engine_tensor=4: must divide the model's 6 key/value heads",
@@ -111,6 +161,12 @@ def test_what_cannot_work_is_refused(
         (run("cuda_ipc", "cuda", placement="colocated"), DENSE),
         (run("nccl", "cuda", placement="disaggregated"), DENSE),
         (run(device="cuda", **FP8, engine_tensor=2, placement="disaggregated"), WIDE),
+        (run(device="cuda", **FP8, engine_tensor=4, placement="disaggregated"), WIDE_HEADS),
+        (run(device="cuda", **FP8, engine_tensor=2, placement="disaggregated"), BLOCKS_MOE),
+        (m2n(parallel={"tensor": 2, "data": 2}), DENSE),
+        (m2n(parallel={"tensor": 2, "expert_tensor": 1}), MOE),
+        (run("vllm_nccl", "cuda", placement="disaggregated", **FP8), WIDE),
+        (run("vllm_ipc", "cuda", placement="colocated"), DENSE),
         (run(engine_tensor=4), DENSE),
     ],
 )
