@@ -1,6 +1,7 @@
 """CPU time of log-prob, exact entropy and DAPO loss, forward and backward, against Megatron-core.
 
     python benchmarks/loss_time.py [--tokens 512] [--vocab 151936] [--hidden 512] [--repeats 5]
+    python benchmarks/loss_time.py --device cuda --tokens 8192 --hidden 4096 [--tp 1 2]
 
 One thread a rank, all contestants in turn in the same processes, best of `--repeats`, the slowest
 rank counts. CPU seconds, so waiting for a neighbour is not counted; still, run it on a quiet
@@ -10,6 +11,9 @@ vocab_parallel_cross_entropy, which has neither entropy nor loss, and the same p
 entropy; from hidden states it is the three matrix products that no head can do without. In
 bfloat16 that last ratio has no bar on CPU: the weight's gradient is summed in fp32, and no CPU
 product takes bf16 factors to an fp32 sum, so the factors are widened first; on a GPU it does.
+
+With --device cuda the seconds are those between two events, a rank has a device of its own, and
+there are no bars.
 """
 
 from __future__ import annotations
@@ -51,23 +55,37 @@ KEEP_FREED_MEMORY = {
 }
 
 
-def cpu_seconds(
+def cpu_seconds(run: Callable[[], None]) -> float:
+    start = time.process_time()
+    run()
+    return time.process_time() - start
+
+
+def device_seconds(run: Callable[[], None]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def best_seconds(
     contestants: Mapping[str, Callable[[], None]], reset: Callable[[], None], repeats: int
 ) -> dict[str, float]:
-    """Best CPU seconds of each, taking turns; `reset` runs before each and is not counted."""
+    """Best seconds of each, taking turns; `reset` runs before each and is not counted."""
+    seconds = device_seconds if torch.get_default_device().type == "cuda" else cpu_seconds
     best = dict.fromkeys(contestants, float("inf"))
     for _ in range(repeats + 1):  # the first round warms up and often loses
         for name, run in contestants.items():
             reset()
             dist.barrier()
-            start = time.process_time()
-            run()
-            best[name] = min(best[name], time.process_time() - start)
+            best[name] = min(best[name], seconds(run))
     return best
 
 
 def token_inputs(tokens: int, vocab: int) -> dict[str, Tensor]:
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator(torch.get_default_device()).manual_seed(1)
     return {
         "targets": torch.randint(0, vocab, (tokens,), generator=g),
         "old_logprobs": -12.0 + 0.15 * torch.randn(tokens, generator=g),
@@ -136,7 +154,7 @@ def from_logits(dtype: torch.dtype, tokens: int, vocab: int, repeats: int) -> di
         torch.autograd.grad(terms.loss_sum, logits)
 
     contestants = {"ce": ce, "ce_entropy": ce_entropy, "two_step": two_step, "fused": fused}
-    return cpu_seconds(contestants, reset, repeats)
+    return best_seconds(contestants, reset, repeats)
 
 
 def from_hidden(
@@ -169,14 +187,18 @@ def from_hidden(
         "head_two_step": head_two_step,
         "head_fused": head_fused,
     }
-    return cpu_seconds(contestants, lambda: None, repeats)
+    return best_seconds(contestants, lambda: None, repeats)
 
 
 def measure(rank: int, world: int, store: str, arguments: argparse.Namespace) -> None:
     """All contestants on one rank; rank 0 writes the slowest rank's seconds."""
     torch.set_num_threads(1)
+    if arguments.device == "cuda":
+        torch.cuda.set_device(rank)
+        torch.set_default_device(torch.device("cuda", rank))
     torch.manual_seed(rank)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    backend = "nccl" if arguments.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     device.install_cpu_support()
     from megatron.core import parallel_state
 
@@ -196,18 +218,19 @@ def measure(rank: int, world: int, store: str, arguments: argparse.Namespace) ->
     dist.destroy_process_group()
 
 
-def report(world: int, results: Mapping[str, Mapping[str, float]]) -> bool:
-    """Print seconds and ratios against the bars; True where all hold."""
+def report(world: int, kind: str, results: Mapping[str, Mapping[str, float]]) -> bool:
+    """Print seconds and ratios against the bars of a CPU; True where all hold."""
     passed = True
     for dtype, seconds in results.items():
         rounded = {name: round(value, 4) for name, value in seconds.items()}
-        print(json.dumps({"tp": world, "dtype": dtype, "cpu_seconds": rounded}), flush=True)
+        print(json.dumps({"tp": world, "dtype": dtype, f"{kind}_seconds": rounded}), flush=True)
         for (bar_dtype, pair), bar in BARS.items():
             if bar_dtype == dtype:
+                bar = bar if kind == "cpu" else None
                 mine, other = pair.split(" / ")
                 ratio = seconds[mine] / seconds[other]
                 passed = passed and (bar is None or ratio <= bar)
-                limit = "no bar on CPU" if bar is None else f"bar {bar}"
+                limit = "no bar" if bar is None else f"bar {bar}"
                 print(f"  {pair:24s} {ratio:.3f}  ({limit})", flush=True)
     return passed
 
@@ -218,16 +241,19 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tp", type=int, nargs="+", help="1 2; on cuda as far as devices go")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     arguments = parser.parse_args()
     os.environ.update(KEEP_FREED_MEMORY)  # read by the processes spawned below
     passed = True
-    for world in arguments.tp:
+    most = 2 if arguments.device == "cpu" else torch.cuda.device_count()
+    for world in arguments.tp or [size for size in (1, 2) if size <= most]:
         with tempfile.TemporaryDirectory() as folder:
             store = str(Path(folder) / "store")
             mp.spawn(measure, (world, store, arguments), nprocs=world, join=True)
-            passed = report(world, json.loads(Path(f"{store}.json").read_text())) and passed
+            results = Path(f"{store}.json")
+            passed = report(world, arguments.device, json.loads(results.read_text())) and passed
     sys.exit(0 if passed else 1)
 
 
