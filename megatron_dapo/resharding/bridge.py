@@ -216,7 +216,9 @@ class Bridge:
         self._sender.rejoin((engine,))
 
     def expected_digests(self) -> list[dict[str, str]] | None:
-        """For each tensor rank of an engine: parameter -> digest in hexadecimal, on rank 0.
+        """For each tensor rank of an engine: target -> digest in hexadecimal, on rank 0.
+
+        Targets are its parameters, and Hugging Face tensors as they reach vLLM's own loader.
 
         None on other ranks. The control group sums one integer for each parameter. Without
         `resharding.verify_digests` nothing is expected: the dictionaries are empty.
@@ -224,7 +226,7 @@ class Bridge:
         workers = range(self.plan.engine.tensor)
         if not self._verify_digests:
             return [{} for _ in workers] if self._parallel.rank == LEADER else None
-        names = [list(self.plan.parameters(worker)) for worker in workers]
+        names = [self.plan.targets(worker) for worker in workers]
         parts: list[int] = []
         for worker in workers:
             mine = self.outbox.partial_digests(worker)

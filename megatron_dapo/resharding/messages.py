@@ -92,7 +92,6 @@ class Outbox:
         self.plan, self.sender, self.sources = plan, sender, sources
         self.dtype = DTYPES[plan.engine.dtype]
         self._with_digests = with_digests
-        self._undigested = frozenset(plan.loader_tensors)
         self._digests: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
     def __iter__(self) -> Iterator[Message]:
@@ -141,7 +140,7 @@ class Outbox:
                 )
             source = as_matrix(self.sources[transfer.source].detach())
             values.copy_(source[box.row : box.row + box.rows, box.col : box.col + box.cols])
-            if self._with_digests and transfer.target not in self._undigested:
+            if self._with_digests:
                 self._add_digest(message.receiver, transfer, values)
 
     def _add_digest(self, receiver: int, transfer: Transfer, values: Tensor) -> None:
@@ -152,7 +151,7 @@ class Outbox:
         self._digests[receiver][target] = part if earlier is None else earlier + part
 
     def partial_digests(self, receiver: int) -> dict[str, int]:
-        """Engine parameter -> this rank's part of its digest (int64), of all packed messages."""
+        """Target of the plan -> this rank's part of its digest (int64), of all packed messages."""
         return {name: int(value) for name, value in self._digests[receiver].items()}
 
 

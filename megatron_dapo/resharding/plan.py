@@ -138,6 +138,10 @@ class ReshardPlan:
         """Hugging Face tensors that travel whole, for vLLM's own loader; none unless quantised."""
         return self.map.loader_tensors()
 
+    def targets(self, receiver: int) -> tuple[str, ...]:
+        """Everything that an engine rank writes: parameters, then tensors for vLLM's loader."""
+        return (*self.parameters(receiver), *self.loader_tensors)
+
     def sources(self, sender: int) -> dict[str, tuple[int, ...]]:
         """`Entry.key` -> shape of every exported parameter that a trainer rank holds."""
         shards = self.train.shards_of(sender)

@@ -62,10 +62,8 @@ class PlannedWeights:
         self._parts = tuple(parts)
         self._part_of = {target: part for part in parts for target in part.targets}
         self._dtype = DTYPES[plan.engine.dtype]
-        self._loader_tensors = frozenset(plan.loader_tensors)
         self._padding = plan.padding(tensor_rank)
-        expected = plan.parameters(tensor_rank).keys() | self._loader_tensors
-        if different := sorted(expected ^ self._part_of.keys()):
+        if different := sorted(set(plan.targets(tensor_rank)) ^ self._part_of.keys()):
             raise ValueError(
                 f"plan and engine differ in {len(different)} parameters, the first is "
                 f"{different[0]!r}; model and versions of both sides must be the same"
@@ -103,12 +101,15 @@ class PlannedWeights:
         self._seconds = time.monotonic() - started
 
     def digests(self) -> dict[str, str]:
-        """Target -> digest of what it holds now (live), or held before its kernel took it over."""
+        """Target -> digest of what it holds now (live), or held before its kernel took it over.
+
+        Of a Hugging Face tensor for vLLM's loader: as it arrived.
+        """
         found = dict(self._digests)
         for part in self._parts:
             if part.way == "live":
                 found |= {name: self._digest(name, tensor) for name, tensor in part.open().items()}
-        return {name: as_hex(found[name]) for name in self.plan.parameters(self.tensor_rank)}
+        return {name: as_hex(found[name]) for name in self.plan.targets(self.tensor_rank)}
 
     def report(self) -> dict[str, str | int | float]:
         """Counts of the last update, as JSON."""
@@ -177,8 +178,8 @@ class PlannedWeights:
             return
         tensors = self._tensors.pop(part)
         if part.way != "live":
-            for target in tensors.keys() - self._loader_tensors:
-                self._digests[target] = self._digest(target, tensors[target])
+            for target, tensor in tensors.items():
+                self._digests[target] = self._digest(target, tensor)
         part.close()
 
     def _digest(self, name: str, tensor: Tensor) -> int:
