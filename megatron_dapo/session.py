@@ -21,8 +21,8 @@ from megatron_dapo.parallel.launch_env import LaunchEnv, init_process_group, rea
 from megatron_dapo.policy.critic import Critic
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.trained_model import SkippedUpdates
-from megatron_dapo.resharding.bridge import Bridge
 from megatron_dapo.resharding.load import load_hf_weights
+from megatron_dapo.resharding.open_bridge import open_bridge
 from megatron_dapo.rollout.driver import RolloutDriver
 from megatron_dapo.trainer import HF_FOLDER, Trainer
 
@@ -84,10 +84,17 @@ def open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer]
         if config.advantage.estimator == "gae":
             critic = Critic.build(config, hf_config, parallel)
             critic.start_from(policy.chunks)
-        bridge = Bridge.open(config, policy.chunks, hf_config, parallel)
+        bridge = open_bridge(
+            config,
+            policy.chunks,
+            hf_config,
+            parallel,
+            deliver=None if rollouts is None else rollouts.deliver,
+        )
         stack.callback(bridge.close)
         if rollouts is not None:
-            rollouts.remove_when_orphaned(bridge.directory)
+            if bridge.directory is not None:
+                rollouts.remove_when_orphaned(bridge.directory)
             rollouts.wait_ready()
         yield Trainer(
             config=config,

@@ -43,7 +43,7 @@ from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.policy.trained_model import SkippedUpdates, TrainedModel
-from megatron_dapo.resharding.bridge import Bridge
+from megatron_dapo.resharding.open_bridge import WeightBridge
 from megatron_dapo.resharding.transfer import export_stream
 from megatron_dapo.rollout.driver import RolloutDriver
 from megatron_dapo.rollout.probe import Probe, check_probes, probe_batch
@@ -64,7 +64,7 @@ class Trainer:
     parallel: ParallelContext
     policy: Policy
     critic: Critic | None
-    bridge: Bridge
+    bridge: WeightBridge
     rollouts: RolloutDriver | None
     sinks: Sinks | None
     skipped: SkippedUpdates

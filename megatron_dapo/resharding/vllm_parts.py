@@ -146,8 +146,10 @@ class LoaderPart:
             raise RuntimeError(f"vLLM's loader did not fill {left[0]!r}")
         repack_cpu_experts(self.module)
 
-    def _named(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors.items():
+    def _named(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Each tensor once, let go when the next is asked for."""
+        for name in list(tensors):
+            tensor = tensors.pop(name)
             if self.in_fp8 and tensor.dim() == 2:
                 yield from quantized([(name, tensor)])
             else:
