@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from traceback import clear_frames
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -200,6 +201,7 @@ class Bridge:
             self._sender.send(version, self.outbox, tuple(chosen))
         except RuntimeError as error:
             failure = error
+            clear_frames(error.__traceback__)  # what they hold would keep connections open
             self._sender.rejoin(tuple(chosen))  # closes connections: nobody waits for this rank
         failed = self._numbers_of_ranks(int(failure is not None))
         if failure is not None:

@@ -202,14 +202,15 @@ class PointToPointSender:
                 meeting = self._meetings[engine]
                 to = meeting.trainers + message.receiver
                 try:
-                    work = self._groups[engine].send([whole], to, message.bucket)
+                    started.works.append(
+                        (self._groups[engine].send([whole], to, message.bucket), message, meeting)
+                    )
                 except RuntimeError as error:
                     started.works.clear()
                     raise RuntimeError(
                         f"{meeting.name(to)} cannot be sent bucket {message.bucket} of the new "
                         f"weights: {first_line(error)}"
                     ) from error
-                started.works.append((work, message, meeting))
         return started
 
     def rejoin(self, engines: tuple[int, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from tests.tiny_models import FAMILIES, tiny_model
 VOCAB = 500  # not a multiple of Megatron's padding, nor of vLLM's
 SMALL_BUCKET = 40_000  # bytes: tensors are cut, and there are many buckets
 ENGINE_TENSOR, REPLICAS = 2, 2
+TIMEOUT = 60
 TWO_RANKS = [
     ParallelConfig(tensor=2),
     ParallelConfig(pipeline=2),
@@ -72,7 +74,7 @@ def _config(
             engines=REPLICAS,
             engine_dtype=engine_dtype,  # type: ignore[arg-type]
         ),
-        resharding=ReshardingConfig(transport=transport, timeout_seconds=60),  # type: ignore[arg-type]
+        resharding=ReshardingConfig(transport=transport, timeout_seconds=TIMEOUT),  # type: ignore[arg-type]
     )
 
 
@@ -213,10 +215,12 @@ def _a_dead_engine_ends_the_update_on_every_rank_that_waits_for_it(folder: Path)
         receiving = run.take(payload, range(1))
         for worker in run.workers[1] if run.workers else []:
             worker.weights.close()
+        started = time.monotonic()
         with pytest.raises(RuntimeError, match=r"rank \d of engine 1 (did not take|cannot be)"):
             run.bridge.send(2)
         for future in receiving:  # what the living one got is not all
-            future.exception()
+            assert "did not come from trainer rank" in str(future.exception())
+        assert time.monotonic() - started < 0.7 * TIMEOUT  # nobody waited for the dead
         assert run.bridge.payload()["generations"] == [1, 1]
         _assert_holds_the_folder(run, run.sync(3))
 
