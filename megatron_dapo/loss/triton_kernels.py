@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_dapo.loss.shards import FLOOR
+from megatron_dapo.loss.shards import FLOOR, WILD
 
 if TYPE_CHECKING:
     from megatron_dapo.loss.shards import RowGradient, VocabShard
@@ -29,7 +29,9 @@ GRADIENT_BLOCK, GRADIENT_WARPS = 4096, 4
 """Columns of one program of the gradient."""
 
 _FLOOR = tl.constexpr(FLOOR)
-_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_WILD = tl.constexpr(WILD)
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+_ROUNDING = tl.constexpr(torch.finfo(torch.float32).eps / 2)
 
 
 def row_statistics(
@@ -126,12 +128,20 @@ def _label_column(labels, row, first, columns):
 
 
 @triton.jit
+def _shift(z, c, peak):
+    """d of fp32 logits z of a row, as `RowVisitor._shift` has it."""
+    shifted = tl.fma(z, c, -peak)
+    rounding = tl.where(tl.abs(peak) >= _WILD, tl.abs(peak) * _ROUNDING, -1.0)
+    return tl.where(tl.abs(shifted) <= rounding, 0.0, shifted)
+
+
+@triton.jit
 def _fold(z, c, peak, sumexp, weighted, WITH_ENTROPY: tl.constexpr):
     """Statistics of each lane after one more tile z, [STEPS, LANES] fp32.
 
     A maximum drops NaN, but then 2^d is NaN and with it sumexp and weighted.
     """
-    new = tl.maximum(peak, c * tl.max(z, axis=0))
+    new = tl.minimum(tl.maximum(peak, c * tl.max(z, axis=0)), _LARGEST)
     drop = tl.maximum(peak - new, _FLOOR)
     factor = tl.exp2(drop)
     shifted = tl.fma(z, c, -new[None, :])
@@ -162,7 +172,7 @@ def _statistics_kernel(
     row = tl.program_id(0).to(tl.int64)
     here = logits + row * row_stride
     places = tl.arange(0, STEPS)[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    peak = tl.full((LANES,), _LOWEST, tl.float32)
+    peak = tl.full((LANES,), -_LARGEST, tl.float32)
     sumexp = tl.zeros((LANES,), tl.float32)
     weighted = tl.zeros((LANES,), tl.float32)
     whole = columns // (STEPS * LANES) * (STEPS * LANES)
@@ -176,14 +186,26 @@ def _statistics_kernel(
     top = tl.max(peak, axis=0)
     drop = tl.maximum(peak - top, _FLOOR)
     factor = tl.exp2(drop)
+    weighted = factor * (weighted + drop * sumexp)
+    sumexp = factor * sumexp
     column = _label_column(labels, row, first, columns)
-    z = tl.load(here + column, mask=column >= 0, other=0.0).to(tl.float32)
+    target = tl.load(here + column, mask=column >= 0, other=0.0).to(tl.float32)
+    target = _shift(target, c, top)
+    if tl.abs(top) >= _WILD:  # no peak but this one would do: the row once more
+        sumexp = tl.zeros((LANES,), tl.float32)
+        weighted = tl.zeros((LANES,), tl.float32)
+        for start in range(0, columns, STEPS * LANES):
+            at = start + places
+            z = tl.load(here + at, mask=at < columns, other=-float("inf")).to(tl.float32)
+            shifted = _shift(z, c, top)
+            exp = tl.exp2(shifted)
+            sumexp += tl.sum(exp, axis=0)
+            weighted += tl.sum(tl.maximum(shifted, _FLOOR) * exp, axis=0)
     tl.store(out + row, top)
-    tl.store(out + out_stride + row, tl.sum(factor * sumexp, axis=0))
+    tl.store(out + out_stride + row, tl.sum(sumexp, axis=0))
     if WITH_ENTROPY:
-        total = tl.sum(factor * (weighted + drop * sumexp), axis=0)
-        tl.store(out + 2 * out_stride + row, total)
-    tl.store(out + 3 * out_stride + row, tl.where(column >= 0, tl.fma(z, c, -top), 0.0))
+        tl.store(out + 2 * out_stride + row, tl.sum(weighted, axis=0))
+    tl.store(out + 3 * out_stride + row, tl.where(column >= 0, target, 0.0))
 
 
 @triton.jit
@@ -213,7 +235,7 @@ def _gradient_kernel(
     # loads end with the row's memory and not with its last real column, which may cut a wide load
     stop = tl.where(trains, width, 0)
     z = tl.load(logits + row * row_stride + places, mask=places < stop, other=0.0)
-    shifted = tl.fma(z.to(tl.float32), c, -tl.load(peak + row))
+    shifted = _shift(z.to(tl.float32), c, tl.load(peak + row))
     result = tl.load(scale + row)
     if WITH_SLOPE:
         shifted = tl.maximum(shifted, _FLOOR, propagate_nan=tl.PropagateNan.ALL)

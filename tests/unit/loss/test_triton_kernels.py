@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from megatron_dapo.loss.shards import RowGradient, RowVisitor, VocabShard
 from megatron_dapo.loss.vocab_parallel import vocab_parallel_logprobs
 from megatron_dapo.types import NO_LABEL
 from tests.conftest import REPOSITORY
-from tests.unit.loss.test_vocab_parallel import case, reference
+from tests.unit.loss.test_vocab_parallel import WILD_ROWS, case, reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BF16_ULP = 2.0**-7
@@ -44,6 +45,44 @@ def test_the_kernels_pass_in_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+POINTERS = {"labels": "*i64", "active": "*i1", "out": "*bf16", "logits": "*bf16"}
+ALIGNED = ("logits", "out", "labels", "row_stride", "out_stride", "width")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
+@pytest.mark.parametrize(
+    ("kernel", "switches", "wide"),
+    [
+        ("_statistics_kernel", {"WITH_ENTROPY": True, "STEPS": 8, "LANES": 1024}, ["ld"]),
+        ("_gradient_kernel", {"WITH_SLOPE": True, "BLOCK": 4096}, ["ld", "st"]),
+    ],
+)
+def test_the_kernels_compile_for_hopper_with_wide_loads_and_stores(
+    kernel: str, switches: dict[str, int], wide: list[str]
+) -> None:
+    """The whole way to machine code, which needs no device."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from megatron_dapo.loss import triton_kernels
+
+    function = vars(triton_kernels)[kernel]
+    names = function.arg_names
+    numbers = dict.fromkeys(
+        ("row_stride", "out_stride", "blocks", "width", "columns", "first"), "i32"
+    )
+    types = dict.fromkeys(names, "*fp32") | POINTERS | numbers | {"c": "fp32"}
+    types |= dict.fromkeys(switches, "constexpr")
+    if kernel == "_statistics_kernel":
+        types["out"] = "*fp32"
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ALIGNED if name in names}
+    source = ASTSource(function, {name: types[name] for name in names}, switches, aligned)
+    built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert built.asm["cubin"]
+    for instruction in wide:
+        assert re.search(rf"{instruction}\.global\.v4\.b32", built.asm["ptx"]), instruction
 
 
 @pytest.fixture
@@ -125,6 +164,22 @@ def test_an_offset_of_the_logits_costs_no_accuracy(
         got, _ = visit(logits + 3000.0, targets, 9000, temperature)
         wanted, _ = exact_visit(logits + 3000.0, targets, 9000, temperature)
         torch.testing.assert_close(got.double(), wanted, atol=5e-6, rtol=0)
+
+
+@interpreted
+@pytest.mark.parametrize("label", [0, 1])
+def test_logits_of_any_size_have_log_probs(label: int, use_kernels: Use) -> None:
+    use_kernels()
+    logits, targets = torch.tensor(WILD_ROWS), torch.full((len(WILD_ROWS),), label)
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    table = exact.log_softmax(-1)
+    logprobs, entropy = vocab_parallel_logprobs(leaf, targets)
+    torch.testing.assert_close(logprobs.double(), table[:, label], atol=2e-6, rtol=2e-6)
+    wanted = -(table.exp() * table).sum(-1)
+    torch.testing.assert_close(entropy.double(), wanted, atol=2e-6, rtol=2e-6)
+    (grad,) = torch.autograd.grad(logprobs.sum(), leaf)
+    (right,) = torch.autograd.grad(table[:, label].sum(), exact)
+    torch.testing.assert_close(grad.double(), right, atol=2e-6, rtol=2e-6)
 
 
 @interpreted
