@@ -228,7 +228,7 @@ class ReshardingConfig(Section):
     verify_digests: bool = True
     """Compare a 64-bit hash of every engine parameter after each update."""
     probe_tokens: int = Field(default=16, ge=0)
-    """Greedy tokens of one prompt whose log-probs engine and trainer compare after each update.
+    """Tokens that each engine samples after an update, whose log-probs engine and trainer compare.
     0: off."""
     probe_tolerance: float | None = Field(default=None, gt=0.0)
     """Mean absolute difference of those log-probs, nats. Default: 1e-3 in float32, 0.1 in
