@@ -1,9 +1,9 @@
-# make quickstart | test | test-unit | test-parallel | test-e2e | test-full | test-gpu | lint | install | clean
+# make quickstart | test | test-unit | test-parallel | test-e2e | test-full | test-gpu | bench | lint | install | clean
 # PYTHON=python3.12 make install   takes another interpreter (3.11 or newer).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-unit test-parallel test-e2e test-full test-gpu lint clean
+.PHONY: help install quickstart test test-unit test-parallel test-e2e test-full test-gpu bench lint clean
 
 PYTHON ?= $(shell if python3.11 --version >/dev/null 2>&1; then echo python3.11; else echo python3; fi)
 VENV := .venv
@@ -48,6 +48,11 @@ test-full: install
 
 test-gpu: install
 	$(BIN)/python -m pytest tests/gpu
+
+# On a quiet machine: the table of docs/performance.md. Fails where a bar is missed.
+bench: install
+	$(BIN)/python benchmarks/loss_memory.py
+	$(BIN)/python benchmarks/loss_time.py
 
 lint: install
 	$(BIN)/ruff check .

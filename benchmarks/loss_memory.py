@@ -3,9 +3,15 @@
     python benchmarks/loss_memory.py [--tokens 2048] [--vocab 151936] [--hidden 256]
 
 The high-water mark of the resident set during forward and backward, minus the resident set before,
-over the size of the logits: those that were given, or those that would have been. From hidden
-states the gradients of hidden states and weight are taken off (bf16 weights accumulate theirs in
-the fp32 main_grad, which is given). Linux only.
+over the size of the logits: those that were given, or those that would have been. Three sources:
+
+    logits     logits that exist; their gradient takes their place
+    hidden     hidden states and weight; their gradients, which are returned, are taken off
+    main_grad  the same as training has it: the weight's gradient goes into a main_grad that is
+               given, the loss knows what its sum will be multiplied by, and nothing is taken off
+
+A tiny pass comes before, so that what torch loads once in a process (30 MiB) is not counted. Linux
+only.
 """
 
 from __future__ import annotations
@@ -34,7 +40,11 @@ BARS = {
     ("logits", "bfloat16"): 0.10,
     ("hidden", "float32"): 0.10,
     ("hidden", "bfloat16"): 0.10,
+    ("main_grad", "float32"): 0.10,
+    ("main_grad", "bfloat16"): 0.10,
 }
+TRAINING_HIDDEN = 2048
+"""Least width of the hidden states with main_grad: a second copy of the weight would show."""
 WAYS = ("fused", "two_step")
 
 
@@ -91,20 +101,19 @@ def prepare(
         return lambda: finish_two_step(vocab_parallel_logprobs(logits, given["targets"]), given), []
     states = torch.randn(tokens, hidden).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, hidden) / hidden**0.5).to(dtype).requires_grad_()
-    main_grad = None if dtype == torch.float32 else torch.zeros(vocab, hidden).add_(1.0)
-    given_head = {"main_grad": main_grad}
+    main_grad = torch.zeros(vocab, hidden).add_(1.0) if source == "main_grad" else None
+    returned = [states, weight] if main_grad is None else []
     if way == "fused":
+        known = {"main_grad": main_grad, "incoming_scale": None if main_grad is None else 1.0}
         return (
-            lambda: (
-                policy_cross_entropy(states, weight, **given, config=config, **given_head).loss_sum
-            ),
-            [states, weight],
+            lambda: policy_cross_entropy(states, weight, **given, config=config, **known).loss_sum,
+            returned,
         )
     return (
         lambda: finish_two_step(
-            linear_logprobs(states, weight, given["targets"], **given_head), given
+            linear_logprobs(states, weight, given["targets"], main_grad=main_grad), given
         ),
-        [states, weight],
+        returned,
     )
 
 
@@ -113,15 +122,19 @@ def measure(source: str, way: str, dtype_name: str, tokens: int, vocab: int, hid
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dtype = getattr(torch, dtype_name)
+    if source == "main_grad":
+        hidden = max(hidden, TRAINING_HIDDEN)
+    prepare(source, way, dtype, 8, 64, 8)[0]().backward()
     forward, leaves = prepare(source, way, dtype, tokens, vocab, hidden)
     before = status_kib("VmRSS")
     loss, peak_forward = peak_of(forward)
     _, peak_backward = peak_of(loss.backward)
     returned = sum(leaf.grad.nbytes for leaf in leaves)
-    formed = 0  # by forward: gradient of the hidden states, and of the weight in fp32
-    if leaves and way == "fused":
+    formed = 0  # gradient of the hidden states, and of the weight in fp32
+    if leaves:
         formed = leaves[0].nbytes + 4 * leaves[1].numel()
     gradients = returned if dtype == torch.float32 else returned + formed
+    formed = formed if way == "fused" else 0  # by forward
     extra = 1024 * max(
         peak_forward - before - formed // 1024, peak_backward - before - gradients // 1024
     )
@@ -131,6 +144,7 @@ def measure(source: str, way: str, dtype_name: str, tokens: int, vocab: int, hid
         "way": way,
         "dtype": dtype_name,
         "tokens": tokens,
+        "hidden": None if source == "logits" else hidden,
         "logits_mib": round(logits_bytes / 2**20, 1),
         "extra_mib": round(extra / 2**20, 1),
         "ratio": round(extra / logits_bytes, 4),

@@ -9,6 +9,7 @@ position: entry t speaks of the prediction of `tokens[t + 1]`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -62,6 +63,12 @@ class Response:
                 f"response {self.sample_index} of prompt {self.prompt_id}: "
                 f"{len(self.token_ids)} tokens but {len(self.rollout_logprobs)} log-probs; "
                 "the engine must return one log-prob for each sampled token"
+            )
+        if not all(map(math.isfinite, self.rollout_logprobs)):
+            worst = next(x for x in self.rollout_logprobs if not math.isfinite(x))
+            raise RuntimeError(
+                f"response {self.sample_index} of prompt {self.prompt_id} has a log-prob of "
+                f"{worst}: a sampled token has a finite one; is the engine's model broken?"
             )
 
 

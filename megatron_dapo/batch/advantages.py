@@ -35,6 +35,7 @@ def group_advantages(
     Raises:
         ValueError: shapes differ, or the reward of a valid member is not finite.
     """
+    rewards = rewards.detach()
     valid = torch.ones_like(rewards, dtype=torch.bool) if valid is None else valid
     if not rewards.shape == group_ids.shape == valid.shape or rewards.dim() != 1:
         raise ValueError(

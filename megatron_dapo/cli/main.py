@@ -17,7 +17,7 @@ from megatron_dapo.config.errors import EXIT_CONFIG
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process."""
-    options = build_parser().parse_args(argv)
+    options = parse(build_parser(), argv)
     try:
         code: int = options.run(options)
     except ConfigError as error:
@@ -26,6 +26,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before any rank runs; from then on the launcher listens
         return 128 + signal.SIGINT
     return code
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Arguments of a command, with flags before, between or after its overrides.
+
+    argparse fills `overrides` from the first run of positionals alone and leaves later ones over.
+    """
+    options, left = parser.parse_known_args(argv)
+    wrong = [word for word in left if "=" not in word or word.startswith("-")]
+    if wrong or (left and "overrides" not in options):
+        parser.error(f"unrecognized arguments: {' '.join(wrong or left)}")
+    if left:
+        options.overrides = [*options.overrides, *left]
+    return options
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -51,7 +51,8 @@ class LossConfig(Section):
     """Policy loss. Defaults are DAPO's (arXiv 2503.14476, 4.1)."""
 
     ratio: Literal["token", "sequence"] = "token"
-    """token: DAPO Eq. 8. sequence: GSPO, for MoE policies whose routing drifts."""
+    """token: DAPO Eq. 8. sequence: GSPO, for MoE policies whose routing drifts; in the GSPO-token
+    form, so that advantages may differ by token (advantage.estimator = gae)."""
     objective: Literal["ppo", "cispo"] = "ppo"
     """ppo: clipped surrogate. cispo: clipped, detached weight times log-prob."""
     clip_low: float = Field(default=0.2, gt=0.0)
@@ -76,7 +77,12 @@ class LossConfig(Section):
     mismatch: Literal[
         "none", "tis_token", "tis_sequence", "icepop", "sequence_mask", "geometric"
     ] = "none"
-    """Correction of the gap between engine and trainer log-probs."""
+    """Correction of the gap between engine and trainer log-probs: a weight w = old / rollout on
+    each token's clipped loss, without gradient. tis_token: min(w, high). icepop: w inside the
+    bounds, else 0. tis_sequence, sequence_mask: the same two, w being the response's product.
+    geometric: w is the geometric mean; like the others it is the weight and not only the test, so
+    a kept response weighs neither 1 nor each token's own w. Tokens that weigh 0 still count in the
+    denominator."""
     mismatch_low: float = Field(default=0.0, ge=0.0)
     """Lower bound of the correction's weight; truncation does not read it."""
     mismatch_high: float = Field(default=2.0, gt=0.0)

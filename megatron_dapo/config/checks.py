@@ -12,13 +12,14 @@ from urllib.parse import urlsplit
 
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.layout_checks import layout_problems
+from megatron_dapo.config.loss_checks import loss_problems
 from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.model_shape import ModelShape
 from megatron_dapo.config.redact import redact_text
 from megatron_dapo.config.resharding_checks import resharding_problems
-from megatron_dapo.config.schema import AdvantageConfig, CriticConfig, LossConfig, RunConfig
+from megatron_dapo.config.schema import AdvantageConfig, CriticConfig, MoeConfig, RunConfig
 
-GSPO_WIDEST_CLIP = 0.1
+LEAST_TEMPERATURE = 0.01
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
@@ -42,6 +43,7 @@ def check_config(config: RunConfig, hf_config: Mapping[str, object]) -> None:
         *reward_problems(config),
         *advantage_problems(config),
         *loss_problems(config.loss),
+        *moe_problems(config, shape),
         *rollout_problems(config, shape),
         *resharding_problems(config, shape),
         *layout_problems(config, shape),
@@ -119,6 +121,15 @@ def length_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 def sampling_problems(config: RunConfig) -> Iterator[str]:
     """Responses must come from the distribution that the trainer differentiates."""
     rollout, sampling = config.rollout, config.sampling
+    for key, temperature in (
+        ("rollout.temperature", rollout.temperature),
+        ("evaluation.temperature", config.evaluation.temperature),
+    ):
+        if 0 < temperature < LEAST_TEMPERATURE:
+            yield (
+                f"{key}={temperature}: vLLM samples at {LEAST_TEMPERATURE} instead of anything "
+                f"between 0 and that, without a word; must be at least {LEAST_TEMPERATURE}."
+            )
     if rollout.temperature == 0:
         yield (
             "rollout.temperature=0.0: greedy responses are all equal and their log-probs have no "
@@ -193,89 +204,12 @@ def advantage_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def loss_problems(loss: LossConfig) -> Iterator[str]:
-    """Clip widths, aggregation and corrections that belong together."""
-    widths = f"loss.clip_low={loss.clip_low} and loss.clip_high={loss.clip_high}"
-    if loss.ratio == "sequence":
-        yield from _sequence_width_problems(loss)
-        yield from sequence_ratio_problems(loss)
-    elif loss.objective == "ppo":
-        if loss.clip_low > loss.clip_high:
-            yield f"{widths}: need clip_low <= clip_high. DAPO uses 0.2 and 0.28."
-        if loss.clip_low >= 1:
-            yield f"loss.clip_low={loss.clip_low}: must be below 1, the ratio is never negative."
-        if loss.dual_clip is not None and loss.dual_clip <= 1 + loss.clip_high:
-            yield (
-                f"loss.dual_clip={loss.dual_clip}: must be above 1 + loss.clip_high = "
-                f"{1 + loss.clip_high}. The released script uses 10."
-            )
-    else:
-        yield from _cispo_problems(loss, widths)
-    if loss.aggregation == "constant" and loss.constant_tokens is None:
-        yield (
-            "loss.constant_tokens is not set: loss.aggregation=constant divides each response by "
-            "it. Dr.GRPO uses rollout.max_response_tokens."
-        )
-    if loss.aggregation != "constant" and loss.constant_tokens is not None:
-        yield (
-            f"loss.constant_tokens={loss.constant_tokens}: read only with "
-            f"loss.aggregation=constant, which is {loss.aggregation}. Leave it out."
-        )
-    inside = loss.mismatch_low < 1 <= loss.mismatch_high
-    if loss.mismatch != "none" and not inside:
-        yield (
-            f"loss.mismatch_low={loss.mismatch_low} and loss.mismatch_high={loss.mismatch_high}: "
-            "need mismatch_low < 1 <= mismatch_high, or tokens without any mismatch are cut. "
-            "Usual: tis_token 0 and 2, icepop 0.5 and 5, geometric 0.999 and 1.001."
-        )
-
-
-def _cispo_problems(loss: LossConfig, widths: str) -> Iterator[str]:
-    if not {"clip_low", "clip_high"} <= loss.model_fields_set:
-        yield (
-            f"{widths}: loss.objective=cispo needs its own clip widths, set both. With DAPO's the "
-            "weight would be cut on both sides; without a lower bound and with a cap of 5 they are "
-            "1.0 and 4.0."
-        )
-    if loss.dual_clip is not None:
-        yield (
-            f"loss.dual_clip={loss.dual_clip}: loss.objective=cispo has no dual clip; leave it out."
-        )
-
-
-def _sequence_width_problems(loss: LossConfig) -> Iterator[str]:
-    widths = f"loss.clip_low={loss.clip_low} and loss.clip_high={loss.clip_high}"
-    if max(loss.clip_low, loss.clip_high) > GSPO_WIDEST_CLIP:
-        yield (
-            f"{widths}: loss.ratio=sequence (GSPO) needs its own clip widths, at most "
-            f"{GSPO_WIDEST_CLIP}, since a mean over tokens hardly moves. Use 3e-4 and 4e-4."
-        )
-    elif loss.clip_low > loss.clip_high:
-        yield f"{widths}: need clip_low <= clip_high. GSPO uses 3e-4 and 4e-4."
-
-
-def sequence_ratio_problems(loss: LossConfig) -> Iterator[str]:
-    """What a ratio of whole responses (GSPO) is not defined with; nothing for a token's ratio.
-
-    The loss refuses these too, wherever its config comes from. Clip widths are another matter: any
-    width has a loss, but only narrow ones train.
-    """
-    if loss.ratio != "sequence":
-        return
-    if loss.aggregation != "sequence_mean":
-        yield (
-            f"loss.aggregation={loss.aggregation}: loss.ratio=sequence has one term a response, so "
-            "it needs loss.aggregation=sequence_mean."
-        )
-    if loss.objective == "cispo":
-        yield (
-            "loss.objective=cispo: weighs each token by its own ratio, so it needs "
-            "loss.ratio=token. Use loss.objective=ppo for GSPO."
-        )
-    if loss.dual_clip is not None:
-        yield (
-            f"loss.dual_clip={loss.dual_clip}: not defined for loss.ratio=sequence; leave it out."
-        )
+def moe_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Keys of experts are not read for a model without any."""
+    if not shape.is_moe and config.moe != MoeConfig():
+        usual = MoeConfig().model_dump()
+        given = [f"moe.{k}={v}" for k, v in config.moe.model_dump().items() if v != usual[k]]
+        yield f"{', '.join(given)}: not read, the model has no experts. Leave it out."
 
 
 def rollout_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:

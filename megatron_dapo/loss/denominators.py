@@ -158,6 +158,7 @@ def _extent(micro_batches: Sequence[Pack], group: dist.ProcessGroup | None) -> t
     """Smallest row and number of group ids of the update, over all ranks of `group`."""
     filled = [pack for pack in micro_batches if pack.num_sequences]
     smallest = min((int(pack.rows.min()) for pack in filled), default=torch.iinfo(torch.int64).max)
+    filled = [pack for pack in filled if pack.group_index.numel()]
     groups = max((int(pack.group_index.max()) + 1 for pack in filled), default=1)
     device = micro_batches[0].loss_mask.device
     extent = torch.tensor([-smallest, groups], dtype=torch.int64, device=device)

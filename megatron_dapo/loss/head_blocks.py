@@ -141,6 +141,11 @@ def check_head(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)}: need [tokens, "
             "hidden] and [vocab / tp, hidden]; flatten [seq, batch] first"
         )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight is {weight.dtype}: need one floating-point "
+            "dtype, they are factors of one product"
+        )
     if targets.shape != (tokens,):
         raise ValueError(
             f"targets {tuple(targets.shape)}: need ({tokens},), a label for each row of hidden"

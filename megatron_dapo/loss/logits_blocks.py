@@ -45,12 +45,14 @@ class LogitsBlocks:
 
 
 def check_logits(logits: Tensor, targets: Tensor) -> None:
-    """Raises ValueError unless there is a label for each row of [tokens, vocab / tp] logits."""
+    """Raises ValueError unless logits are float [tokens, vocab / tp] with a label for each row."""
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(
             f"logits {tuple(logits.shape)} and targets {tuple(targets.shape)}: need "
             "[tokens, vocab / tp] and [tokens]; flatten [seq, batch] first"
         )
+    if not logits.is_floating_point():
+        raise ValueError(f"logits are {logits.dtype}: need a floating-point dtype")
 
 
 def rows_are_apart(logits: Tensor) -> bool:

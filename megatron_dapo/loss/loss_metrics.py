@@ -29,8 +29,9 @@ LOSS_METRICS: Mapping[str, Kind] = {
 
 pg_loss and kl_loss are divided as the loss is; the rest are means over counted tokens. Clip
 fractions count where the clip removed the gradient (cispo: capped the weight); pg_clipfrac = high
-+ low. With ratio = sequence they are shares of responses. ppo_kl is the mean of old - new,
-mismatch is |old - rollout|, sampled_prob the mean probability of the sampled tokens.
++ low; dual without a dual_clip is the bound of e^20 that keeps the ratio finite. With ratio =
+sequence they are shares of responses. ppo_kl is the mean of old - new, mismatch is
+|old - rollout|, sampled_prob the mean probability of the sampled tokens.
 """
 
 

@@ -140,7 +140,8 @@ def token_losses(
     if config.kl_coef > 0 or inputs.reference_logprobs is not None:
         reference = _given(inputs.reference_logprobs, "reference_logprobs", "kl_coef", config)
         kl = kl_penalty(inputs.logprobs, reference, config)
-        total = total + config.kl_coef * kl
+        if config.kl_coef > 0:  # else it is a metric alone: 0 * inf would be NaN
+            total = total + config.kl_coef * kl
     if config.entropy_coef > 0:
         total = total - config.entropy_coef * _given(
             inputs.entropy, "entropy", "entropy_coef", config

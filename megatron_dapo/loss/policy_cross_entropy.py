@@ -21,6 +21,7 @@ from megatron_dapo.loss.objectives import TokenInputs, token_losses, uses_whole_
 from megatron_dapo.loss.policy_loss import check_shapes, sum_losses
 from megatron_dapo.loss.shards import RowVisitor, VocabShard
 from megatron_dapo.observability.metrics import Metric
+from megatron_dapo.types import NO_LABEL
 
 
 class FusedTerms(NamedTuple):
@@ -78,14 +79,16 @@ def policy_cross_entropy(
         token_weights: [tokens] float64, `Ledger.token_weights`; None: 1 (aggregation = token_mean).
         denominator: int64 scalar for the metrics, `Ledger.denominator`; None: counted tokens.
         main_grad: fp32 [vocab / tp, hidden] that the gradient of `weight` is added to: here if
-            `incoming_scale` is known, else in backward. Autograd gets none.
+            `incoming_scale` is known, else in backward, whatever inputs it is asked for. Autograd
+            gets none.
         incoming_scale: the gradient that `loss_sum` will receive, where the caller knows it;
             None: backward waits for it.
         chunk_tokens: rows of a block; None: what suits the device.
 
     Raises:
         ValueError: a config that needs whole responses before any gradient, an input that the
-            config needs is missing, or shapes differ.
+            config needs is missing, shapes differ, float16 without `incoming_scale`, or (on CPU) a
+            token that trains has no label.
         RuntimeError: in backward, another gradient arrives than `incoming_scale`, or a second one.
     """
     _check_token_level(config, token_weights)
@@ -96,6 +99,7 @@ def policy_cross_entropy(
         "reference_logprobs": reference_logprobs,
     }
     check_shapes(loss_mask, targets=targets, token_weights=token_weights, **per_token)
+    _check_tokens(logits_or_hidden, targets, loss_mask, incoming_scale)
     inputs = TokenInputs.masked(loss_mask, logprobs=torch.zeros_like(old_logprobs), **per_token)
     weights = loss_mask.float() if token_weights is None else token_weights
     width = logits_or_hidden.shape[1] if weight is None else weight.shape[0]
@@ -242,6 +246,21 @@ def _scaled(gradient: Tensor | None, factor: Tensor) -> Tensor | None:
     if gradient is None or (factor.is_cpu and factor == 1.0):
         return gradient
     return gradient.mul_(factor)
+
+
+def _check_tokens(
+    source: Tensor, targets: Tensor, loss_mask: Tensor, incoming_scale: Tensor | float | None
+) -> None:
+    if source.dtype == torch.float16 and incoming_scale is None:
+        raise ValueError(
+            "float16 without incoming_scale: gradients below 6e-8 vanish when they are formed, "
+            "before a loss scale could lift them; pass the loss scale, or use bfloat16"
+        )
+    if targets.is_cpu and (orphans := (loss_mask & (targets == NO_LABEL)).nonzero()).numel():
+        raise ValueError(
+            f"loss_mask is True at token {int(orphans[0])}, which has no label: a token that "
+            "trains needs one; clear loss_mask where targets are NO_LABEL"
+        )
 
 
 def _check_token_level(config: LossConfig, token_weights: Tensor | None) -> None:

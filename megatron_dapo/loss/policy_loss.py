@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.config.checks import sequence_ratio_problems
+from megatron_dapo.config.loss_checks import sequence_ratio_problems
 from megatron_dapo.config.schema import LossConfig
 from megatron_dapo.loss.denominators import Ledger
 from megatron_dapo.loss.loss_metrics import LOSS_METRICS, loss_metrics

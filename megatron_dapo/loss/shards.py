@@ -30,6 +30,8 @@ BLOCK_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}
 """fp32 size of a block: what a core's cache holds, or what keeps a GPU busy."""
 FLOOR = -160.0
 """2^FLOOR is 0 in fp32: d stops here, so that 0 * -inf never arises."""
+WILD = 2.0**30
+"""From this peak on the rounding of k alone moves d by more than exp2 can hold."""
 LN2 = math.log(2.0)
 
 
@@ -70,8 +72,10 @@ class VocabShard:
         return local.clamp(0, max(self.columns - 1, 0)), owned
 
     def check_labels(self, labels: Tensor) -> None:
-        """Raises ValueError for a label that is no real token, where looking costs no wait: on
-        CPU. On a device such a label makes its log-prob NaN."""
+        """Raises ValueError for labels that are not int64, and for one that is no real token where
+        looking costs no wait: on CPU. On a device such a label makes its log-prob NaN."""
+        if labels.dtype != torch.int64:
+            raise ValueError(f"targets are {labels.dtype}: need int64 token ids; call .long()")
         if not labels.is_cpu or labels.numel() == 0:
             return
         wrong = (labels != NO_LABEL) & ((labels < 0) | (labels >= self.vocab_size))
@@ -169,7 +173,8 @@ class RowVisitor:
             drop = (peaks - peak).clamp_(min=torch.finfo(local.dtype).min)
             factor = drop.exp2()
             sumexp = (factor * sums).sum(0)
-            weighted = (factor * (weights + drop * sums)).sum(0)
+            moved = torch.where(factor == 0, 0.0, factor * (weights + drop * sums))
+            weighted = moved.sum(0)
             owner = labels.div(self.shard.width, rounding_mode="floor").clamp(0, size - 1)
             target = (targets + drop).gather(0, owner[None])[0]
         log_sum = sumexp.log()
@@ -245,7 +250,7 @@ class RowVisitor:
         shifted = self._block("shifted", logits)
         values = logits if logits.dtype == shifted.dtype else shifted.copy_(logits)
         peak = torch.amax(values, -1, out=out[0]).mul_(self._c)
-        peak.clamp_(min=torch.finfo(out.dtype).min)
+        peak.clamp_(min=torch.finfo(out.dtype).min, max=torch.finfo(out.dtype).max)
         self._shift(values, peak, out=shifted)
         out[3] = shifted.gather(1, index)[:, 0]
         if not self.with_entropy:
@@ -273,8 +278,14 @@ class RowVisitor:
             out.copy_(result)
 
     def _shift(self, values: Tensor, peak: Tensor, *, out: Tensor) -> Tensor:
-        """d into `out`, which may be `values`."""
-        return torch.add(-peak[:, None], values, alpha=self._c, out=out)
+        """d into `out`, which may be `values`. In rows with a wild peak, what is no further from
+        it than its own rounding is taken for the peak: there the largest d would not be near 0."""
+        torch.add(-peak[:, None], values, alpha=self._c, out=out)
+        wild = peak.abs() >= WILD
+        if not wild.is_cpu or wild.any():
+            rounding = torch.where(wild, peak.abs() * (torch.finfo(out.dtype).eps / 2), 0.0)
+            out.masked_fill_(out.abs() <= rounding[:, None], 0.0)
+        return out
 
     def _blocks(self, logits: Tensor) -> list[slice]:
         total = logits.shape[0]

@@ -11,6 +11,7 @@ from megatron_dapo.loss.linear_head import linear_logprobs
 from megatron_dapo.loss.policy_cross_entropy import policy_cross_entropy
 from megatron_dapo.observability.metrics import MetricBag
 from megatron_dapo.types import NO_LABEL
+from tests.collectives import Call, recorded_collectives
 from tests.ranks import run_ranks
 
 TOKENS, HIDDEN, WIDTH = 18, 8, 48
@@ -54,6 +55,22 @@ def _mine(grads: list[Tensor], rank: int, world: int, scattered: bool) -> list[T
     return [hidden, grads[1].chunk(world)[rank]]
 
 
+def _calls(calls: list[Call]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(call.name, call.shape) for call in calls]
+
+
+def _gather(scattered: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """What brings every rank all hidden states."""
+    return [("all_gather_into_tensor", (TOKENS // 2, HIDDEN))] if scattered else []
+
+
+def _sum(scattered: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """What adds up the ranks' gradients of the hidden states."""
+    if scattered:
+        return [("reduce_scatter_tensor", (TOKENS // 2, HIDDEN))]
+    return [("all_reduce", (TOKENS, HIDDEN))]
+
+
 def check_linear_logprobs(rank: int, world: int, vocab: int, scattered: bool) -> None:
     case = _case(vocab)
     whole = [case[name].clone().requires_grad_() for name in ("hidden", "weight")]
@@ -61,12 +78,16 @@ def check_linear_logprobs(rank: int, world: int, vocab: int, scattered: bool) ->
     wanted = linear_logprobs(*whole, case["targets"], **view)
     wanted_grads = torch.autograd.grad(2 * wanted[0].sum() + wanted[1].sum(), whole)
     leaves = _shares(case, rank, world, scattered)
-    got = linear_logprobs(
-        *leaves, case["targets"], tp_group=dist.group.WORLD, sequence_parallel=scattered, **view
-    )
+    with recorded_collectives() as forward:
+        got = linear_logprobs(
+            *leaves, case["targets"], tp_group=dist.group.WORLD, sequence_parallel=scattered, **view
+        )
     for value, right in zip(got, wanted, strict=True):
         _close(value, right, "values")
-    grads = torch.autograd.grad(2 * got[0].sum() + got[1].sum(), leaves)
+    with recorded_collectives() as backward:
+        grads = torch.autograd.grad(2 * got[0].sum() + got[1].sum(), leaves)
+    assert _calls(forward) == [*_gather(scattered), ("all_gather", (4, TOKENS))]
+    assert _calls(backward) == [*_gather(scattered), *_sum(scattered)]
     for grad, right in zip(grads, _mine(wanted_grads, rank, world, scattered), strict=True):
         _close(grad, right, "gradient")
 
@@ -79,15 +100,20 @@ def check_fused_from_hidden(rank: int, world: int, vocab: int, scattered: bool) 
     wanted = policy_cross_entropy(*whole, **rest, **view)
     wanted_grads = torch.autograd.grad(2 * wanted.loss_sum, whole)
     leaves = _shares(case, rank, world, scattered)
-    got = policy_cross_entropy(
-        *leaves, **rest, **view, tp_group=dist.group.WORLD, sequence_parallel=scattered
-    )
+    with recorded_collectives() as forward:
+        got = policy_cross_entropy(
+            *leaves, **rest, **view, tp_group=dist.group.WORLD, sequence_parallel=scattered
+        )
     _close(got.loss_sum, wanted.loss_sum, "loss")
     _close(got.logprobs, wanted.logprobs, "logprobs")
     _close(got.entropy, wanted.entropy, "entropy")
     bags = [MetricBag(dict(terms.metrics)).values() for terms in (got, wanted)]
     _close(torch.tensor(list(bags[0].values())), torch.tensor(list(bags[1].values())), "metrics")
-    grads = torch.autograd.grad(2 * got.loss_sum, leaves)
+    with recorded_collectives() as backward:
+        grads = torch.autograd.grad(2 * got.loss_sum, leaves)
+    blocks = [("all_gather", (4, rows)) for rows in (5, 5, 5, 3)]
+    assert _calls(forward) == [*_gather(scattered), *blocks, *_sum(scattered)]
+    assert not backward
     for grad, right in zip(grads, _mine(wanted_grads, rank, world, scattered), strict=True):
         _close(grad, right, "gradient")
 
@@ -100,9 +126,13 @@ def check_fused_from_logits(rank: int, world: int, vocab: int) -> None:
     wanted = policy_cross_entropy(whole, None, **case, **view)
     (wanted_grad,) = torch.autograd.grad(wanted.loss_sum, whole)
     leaf = logits.chunk(world, dim=1)[rank].clone().requires_grad_()
-    got = policy_cross_entropy(leaf, None, **case, **view, tp_group=dist.group.WORLD)
+    with recorded_collectives() as calls:
+        got = policy_cross_entropy(
+            leaf, None, **case, **view, tp_group=dist.group.WORLD, chunk_tokens=9
+        )
+        (grad,) = torch.autograd.grad(got.loss_sum, leaf)
     _close(got.loss_sum, wanted.loss_sum, "loss")
-    (grad,) = torch.autograd.grad(got.loss_sum, leaf)
+    assert _calls(calls) == [("all_gather", (4, 9))] * 2
     _close(grad, wanted_grad.chunk(world, dim=1)[rank], "gradient")
 
 

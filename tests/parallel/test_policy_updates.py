@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.batch.packing import context_slice
@@ -19,6 +16,7 @@ from megatron_dapo.observability.metrics import reduce_bags
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.types import MicroBatch, RolloutBatch
+from tests.collectives import recorded_collectives
 from tests.parallel.fused_cases import every_loss_has_one_value
 from tests.parallel.moe_cases import (
     a_bias_chooses_experts_and_does_not_weigh_them,
@@ -171,36 +169,29 @@ def _metrics_count_each_token_once(world: int) -> None:
 
 
 def _context_ranks_exchange_two_numbers_a_response(world: int) -> None:
-    """GSPO's ratio needs no more of the other context ranks, and its backward nothing."""
+    """GSPO's ratio needs no more of the other context ranks, and its backward nothing: beside
+    what a token's ratio with the same denominator communicates over the whole update."""
     batch, outcomes = rollout_batch(512), []
+    token_ratio = {"aggregation": "sequence_mean"}
+    recorded: dict[str, Counter[tuple[str, tuple[int, ...]]]] = {}
     for layout in ({"data": 2}, {"context": 2}):
-        config = run_config(loss=OBJECTIVES["gspo"], **layout)
-        parallel = ParallelContext.create(config.parallel, seed=3)
-        policy = build_policy(config, model_of("qwen2"), parallel)
-        packs = _scored(policy, batch, config)
-        with _float_sums(parallel.cp_group) as shapes:
-            result = policy.update(packs)
-        if parallel.cp_size == 2:
-            assert _uneven(packs, parallel), "the batch is to split some response unevenly"
-            assert shapes == [[max(p.num_sequences, 1), 2] for p in packs]
-        outcomes.append((update_loss(result), result.grad_norm))
-        parallel.destroy()
+        for name, loss in (("token", token_ratio), ("gspo", OBJECTIVES["gspo"])):
+            config = run_config(loss=loss, **layout)
+            parallel = ParallelContext.create(config.parallel, seed=3)
+            policy = build_policy(config, model_of("qwen2"), parallel)
+            packs = _scored(policy, batch, config)
+            with recorded_collectives() as calls:
+                result = policy.update(packs)
+            recorded[name] = Counter((call.name, call.shape) for call in calls)
+            if name == "gspo":
+                outcomes.append((update_loss(result), result.grad_norm))
+            uneven = parallel.cp_size == 2 and _uneven(packs, parallel)
+            parallel.destroy()
+    assert uneven, "the batch is to split some response unevenly"
+    sums = Counter(("all_reduce", (max(p.num_sequences, 1), 2)) for p in packs)
+    assert recorded["gspo"] - recorded["token"] == sums
+    assert not recorded["token"] - recorded["gspo"]
     assert outcomes[1] == pytest.approx(outcomes[0], rel=1e-6)
-
-
-@contextmanager
-def _float_sums(group: dist.ProcessGroup) -> Iterator[list[list[int]]]:
-    """Shapes of the floating-point tensors that are all-reduced over `group` meanwhile."""
-    shapes: list[list[int]] = []
-    real = dist.all_reduce
-
-    def record(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if options.get("group") is group and tensor.is_floating_point():
-            shapes.append(list(tensor.shape))
-        return real(tensor, *args, **options)
-
-    with mock.patch.object(dist, "all_reduce", record):
-        yield shapes
 
 
 def _uneven(packs: list[MicroBatch], parallel: ParallelContext) -> bool:

@@ -167,3 +167,8 @@ def test_with_lambda_one_the_return_is_the_sum_of_later_rewards() -> None:
     )
     expected = torch.tensor([[1.0, 1.0, 1.0], [1.0, -1.0, -1.0]])
     torch.testing.assert_close(returns, expected)
+
+
+def test_advantages_carry_no_gradient() -> None:
+    rewards = torch.tensor([1.0, -1.0], requires_grad=True)
+    assert not group_advantages(rewards, torch.zeros(2, dtype=torch.int64)).requires_grad

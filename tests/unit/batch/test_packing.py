@@ -318,3 +318,9 @@ def test_a_pack_that_was_not_padded_for_context_ranks_is_refused() -> None:
     ((whole,),) = pack_all(random_batch([(3, 8)]), torch.tensor([0]), 1)
     with pytest.raises(ValueError, match="11 tokens does not divide into 4"):
         context_slice(whole, 0, 2)
+
+
+def test_a_prompt_without_a_token_is_refused() -> None:
+    """Nothing would predict its response's first token but the last token of its neighbour."""
+    with pytest.raises(ValueError, match=r"prompt_tokens\[1\]=0"):
+        pack_all(random_batch([(3, 4), (0, 5)]), torch.tensor([0, 1]), 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.cli.main import build_parser, main
+from megatron_dapo.cli.main import build_parser, main, parse
 from tests.conftest import REPOSITORY
 from tests.unit.config.runs import DENSE, write_run
 
@@ -249,3 +249,35 @@ def test_a_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
         build_parser().parse_args([])
     assert stopped.value.code == 2
     assert "COMMAND" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "FILE", "--dry-run", "a.b=1", "c.d=-2"],
+        ["train", "--dry-run", "FILE", "a.b=1", "c.d=-2"],
+        ["train", "FILE", "a.b=1", "--dry-run", "c.d=-2"],
+        ["train", "FILE", "a.b=1", "c.d=-2", "--dry-run"],
+    ],
+)
+def test_a_flag_stands_anywhere_among_the_overrides(words: list[str]) -> None:
+    options = parse(build_parser(), words)
+    assert options.dry_run
+    assert options.config == Path("FILE")
+    assert options.overrides == ["a.b=1", "c.d=-2"]
+
+
+@pytest.mark.parametrize("word", ["--dryrun", "--seed=3", "overide"])
+def test_a_word_that_is_neither_flag_nor_override_is_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parse(build_parser(), ["train", "FILE", "--dry-run", word])
+    assert raised.value.code == 2
+    assert word in capsys.readouterr().err
+
+
+def test_a_command_without_overrides_refuses_them(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(build_parser(), ["doctor", "a.b=1"])
+    assert "a.b=1" in capsys.readouterr().err

@@ -95,3 +95,11 @@ def test_an_update_without_micro_batches_is_refused() -> None:
 def test_a_constant_divisor_must_be_given() -> None:
     with pytest.raises(ValueError, match="constant_tokens"):
         Ledger.from_micro_batches([pack([])], LossConfig(aggregation="constant"))
+
+
+def test_responses_without_tokens_have_no_group_to_count() -> None:
+    empty = pack([(0, 0, [])], padding=0)
+    assert empty.num_sequences == 1
+    ledger = ledger_of([empty], "group_token_mean")
+    assert ledger.empty
+    assert int(ledger.denominator(empty)) == 0

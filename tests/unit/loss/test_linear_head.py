@@ -130,6 +130,8 @@ def test_no_token_is_no_work() -> None:
         ({"targets": torch.zeros(3, dtype=torch.int64)}, r"need \(2,\)"),
         ({"main_grad": torch.zeros(6, 4).double()}, "main_grad is torch.float64"),
         ({"targets": torch.tensor([0, 6])}, "targets holds 6"),
+        ({"targets": torch.tensor([0, 1], dtype=torch.int16)}, "targets are torch.int16"),
+        ({"hidden": torch.zeros(2, 4).bfloat16()}, "torch.bfloat16 and weight is torch.float32"),
         ({"chunk_tokens": 0}, "chunk_tokens=0"),
         ({"chunk_tokens": -3}, "chunk_tokens=-3"),
     ],

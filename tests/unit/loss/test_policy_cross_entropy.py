@@ -360,3 +360,17 @@ def test_what_it_cannot_do_is_refused_with_a_reason(
         setattr(data, name, None)
     with pytest.raises(ValueError, match=message):
         fused(data.hidden, data.weight, data, LossConfig(**settings))
+
+
+def test_a_token_that_trains_needs_a_label() -> None:
+    data = case()
+    data.loss_mask[4] = True  # targets[4] is NO_LABEL
+    with pytest.raises(ValueError, match="loss_mask is True at token 4"):
+        fused(data.hidden, data.weight, data, LossConfig())
+
+
+def test_float16_is_refused_unless_its_loss_scale_is_known() -> None:
+    data = case(torch.float16)
+    with pytest.raises(ValueError, match="float16 without incoming_scale"):
+        fused(data.hidden, data.weight, data, LossConfig())
+    fused(data.hidden, data.weight, data, LossConfig(), incoming_scale=1024.0)

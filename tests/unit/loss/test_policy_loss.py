@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dapo.config.checks import loss_problems, sequence_ratio_problems
+from megatron_dapo.config.loss_checks import loss_problems, sequence_ratio_problems
 from megatron_dapo.config.schema import LossConfig
 from megatron_dapo.loss.objectives import kl_penalty, surrogate
 from megatron_dapo.loss.policy_loss import LOSS_METRICS, LossTerms, policy_loss
@@ -406,3 +406,13 @@ def test_a_sequence_ratio_is_refused_for_the_reason_that_the_config_check_gives(
     assert reason in list(loss_problems(config))
     with pytest.raises(ValueError, match=re.escape(reason)):
         run(random_batch(0), config)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_kl_that_is_only_reported_cannot_spoil_the_loss(estimator: str) -> None:
+    batch = random_batch(1)
+    batch.reference_logprobs[batch.loss_mask] = -math.inf
+    terms = run(batch, LossConfig(kl_estimator=estimator))
+    plain = run(random_batch(1), LossConfig())
+    assert torch.equal(terms.loss_sum, plain.loss_sum)
+    assert torch.isfinite(gradients(terms.loss_sum, batch)[0]).all()

@@ -131,6 +131,61 @@ def test_a_large_offset_of_the_logits_costs_no_accuracy() -> None:
             torch.testing.assert_close(value.double(), right, atol=5e-6, rtol=0)
 
 
+WILD_ROWS = [
+    [1e10, 5e9, 0.0],
+    [1e10, 1e10, -1e10],
+    [-1e30, -1e30, -1e30],
+    [1e37, -1e37, 0.0],
+    [-7e12, -7.1e12, -3e38],
+    [1.0, 2.0, 3.0],
+]
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("label", [0, 1])
+def test_logits_of_any_size_have_log_probs(
+    label: int, temperature: float, with_entropy: bool
+) -> None:
+    logits = torch.tensor(WILD_ROWS).requires_grad_()
+    targets = torch.full((len(WILD_ROWS),), label)
+    exact = logits.detach().double().requires_grad_()
+    scores = (exact / temperature).log_softmax(-1)
+    wanted = scores[:, label].clamp(min=torch.finfo(torch.float32).min)
+    logprobs, entropy = vocab_parallel_logprobs(
+        logits,
+        targets,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        inplace_backward=False,
+    )
+    torch.testing.assert_close(logprobs.double(), wanted, atol=2e-6, rtol=2e-6)
+    if entropy is not None:
+        wanted_entropy = -(scores.exp() * scores.nan_to_num()).sum(-1)
+        torch.testing.assert_close(entropy.double(), wanted_entropy, atol=2e-6, rtol=2e-6)
+    (grad,) = torch.autograd.grad(logprobs.sum(), logits)
+    (right,) = torch.autograd.grad(scores[:, label].sum(), exact)
+    torch.testing.assert_close(grad.double(), right, atol=2e-6, rtol=2e-6)
+
+
+VOCABULARY = 151_936
+
+
+@pytest.mark.parametrize("scale", [0.02, 2.5, 12.0])
+def test_the_accuracy_that_is_promised_holds_for_a_real_vocabulary(scale: float) -> None:
+    """From bf16 logits, flat to peaked, against float64 of the same logits."""
+    g = torch.Generator().manual_seed(4)
+    logits = (scale * torch.randn(6, VOCABULARY, generator=g)).bfloat16()
+    targets = torch.randint(0, VOCABULARY, (6,), generator=g)
+    targets[:2] = logits[:2].argmax(-1)
+    scores = logits.double().log_softmax(-1)
+    wanted = scores.gather(1, targets[:, None])[:, 0]
+    logprobs, entropy = vocab_parallel_logprobs(logits, targets)
+    ulp = torch.finfo(torch.float32).eps * torch.exp2(wanted.abs().log2().floor())
+    assert ((logprobs - wanted).abs() <= (2 * ulp).clamp(min=5e-6)).all()
+    assert (entropy + (scores.exp() * scores).sum(-1)).abs().max() <= 1e-5
+
+
 def test_the_gradient_lies_in_the_buffer_of_the_logits_and_a_second_backward_raises() -> None:
     logits, targets = case(torch.bfloat16)
     leaf = logits.requires_grad_()
@@ -178,6 +233,8 @@ def test_no_token_is_no_work() -> None:
     [
         ({"targets": torch.tensor([40, 0])}, "targets holds 40"),
         ({"targets": torch.tensor([-1, 0])}, "targets holds -1"),
+        ({"targets": torch.tensor([1, 0], dtype=torch.int32)}, "targets are torch.int32"),
+        ({"logits": torch.zeros(2, 40, dtype=torch.int64)}, "logits are torch.int64"),
         ({"targets": torch.tensor([0])}, r"\(2, 40\)"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"real_vocab_size": 41}, "real_vocab_size=41"),
