@@ -27,14 +27,17 @@ class Agreement:
     """Stands in for the control group."""
 
     def __init__(self, ranks: int) -> None:
-        self._barrier, self._failures = Barrier(ranks), []
+        self._barrier = Barrier(ranks)
+        self._failures: list[OSError] = []
 
     def __call__(self, failure: OSError | None) -> None:
         if failure is not None:
             self._failures.append(failure)
-        self._barrier.wait(20)
-        if self._failures:
-            raise RuntimeError(str(self._failures[0]))
+        self._barrier.wait(60)
+        failures = list(self._failures)
+        self._barrier.wait(60)  # all have looked before anybody goes on
+        if failures:
+            raise RuntimeError(str(failures[0]))
 
 
 def senders(directory: Path) -> list[FileSender]:

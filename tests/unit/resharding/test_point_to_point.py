@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,7 @@ def update(
     payload = new_payload(version, engines=1)
     trainers[0].describe(payload)
     sends: list[Callable[[], object]] = [
-        lambda t=trainer, b=box: t.send(version, b, (0,))
+        partial(trainer.send, version, box, (0,))
         for trainer, box in zip(trainers, boxes, strict=True)
     ]
     return in_parallel(*sends, *(lambda w=worker: w.weights.receive(payload) for worker in engine))
@@ -68,8 +69,9 @@ def test_workers_hold_what_was_sent_and_nobody_holds_more_than_two_buckets(
             assert_holds(worker, rank, version)
             assert worker.weights.digests() == expected_digests(boxes, rank)
     headers = 2 * TRAINERS * WORKERS * (HEADER_BYTES + 8)
-    for side in (*trainers, *(worker.weights.receiver for worker in engine)):
-        assert 0 < side.staging_bytes <= 2 * BUCKET + headers
+    held = [trainer.staging_bytes for trainer in trainers]
+    held += [worker.weights.receiver.staging_bytes for worker in engine]
+    assert all(0 < most <= 2 * BUCKET + headers for most in held)
     assert [path.name for path in tmp_path.iterdir()] == ["group_0_0"]
     for trainer in trainers:
         trainer.close()
@@ -164,13 +166,11 @@ def test_who_does_not_come_is_named_by_all_who_wait(tmp_path: Path, missing: str
     trainers = [sender(tmp_path, rank, timeout=SHORT) for rank in range(TRAINERS)]
     engine = workers("gloo", tmp_path, timeout=SHORT)
     payload = new_payload(1, engines=1)
-    there: dict[str, Callable[[], object]] = {
-        f"trainer rank {rank}": lambda r=rank: trainers[r].send(1, outbox(r, 1), (0,))
-        for rank in range(TRAINERS)
-    } | {
-        f"rank {rank} of engine 0": lambda w=worker: w.weights.receive(payload)
-        for rank, worker in enumerate(engine)
-    }
+    there: dict[str, Callable[[], object]] = {}
+    for rank in range(TRAINERS):
+        there[f"trainer rank {rank}"] = partial(trainers[rank].send, 1, outbox(rank, 1), (0,))
+    for rank, worker in enumerate(engine):
+        there[f"rank {rank} of engine 0"] = partial(worker.weights.receive, payload)
     del there[missing]
     started = time.monotonic()
     errors = in_parallel(*there.values())

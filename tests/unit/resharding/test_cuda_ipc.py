@@ -1,0 +1,103 @@
+"""The notes and buffers of CUDA IPC, with CPU buffers in place of mapped GPU memory."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dapo.resharding import cuda_ipc
+from megatron_dapo.resharding.cuda_ipc import CudaIpcSender, NoteBoard
+from megatron_dapo.resharding.transport import UpdatePayload, new_payload
+from tests.plain_engine import PlainWorker
+from tests.unit.resharding.transports import (
+    BUCKET,
+    TRAINERS,
+    WORKERS,
+    assert_holds,
+    expected_digests,
+    in_parallel,
+    outbox,
+    workers,
+)
+
+
+@pytest.fixture
+def mapped_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are found by a number; everything else is as with GPUs."""
+    buffers: list[Tensor] = []
+
+    def export(buffer: Tensor) -> str:
+        buffers.append(buffer)
+        return str(len(buffers) - 1)
+
+    monkeypatch.setattr(cuda_ipc, "require_cuda", lambda: None)
+    monkeypatch.setattr(cuda_ipc, "export_buffer", export)
+    monkeypatch.setattr(cuda_ipc, "map_buffer", lambda note, whose: buffers[int(note)])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def senders(directory: Path, *, timeout: float = 60.0) -> list[CudaIpcSender]:
+    limit = timedelta(seconds=timeout)
+    board = NoteBoard(directory, 0, 0, TRAINERS, WORKERS, limit)
+    cpu = torch.device("cpu")
+    return [CudaIpcSender([board], rank, cpu, BUCKET) for rank in range(TRAINERS)]
+
+
+def payload_of(trainers: list[CudaIpcSender], version: int) -> UpdatePayload:
+    payload = new_payload(version, engines=1)
+    for rank, trainer in enumerate(trainers):
+        trainer.prepare(version, outbox(rank, version))
+    trainers[0].describe(payload)
+    return payload
+
+
+@pytest.mark.usefixtures("mapped_by_name")
+def test_workers_read_every_message_before_its_buffer_is_packed_again(tmp_path: Path) -> None:
+    trainers, engine = senders(tmp_path), workers("cuda_ipc", tmp_path, timeout=60)
+    for version, generation in ((1, 0), (2, 0), (2, 1)):  # the last one once more
+        payload = payload_of(trainers, version)
+        assert payload["generations"] == [generation]
+        boxes = [outbox(rank, version) for rank in range(TRAINERS)]
+        errors = in_parallel(
+            *(partial(trainers[r].send, version, boxes[r], (0,)) for r in range(TRAINERS)),
+            *(partial(worker.weights.receive, payload) for worker in engine),
+        )
+        assert errors == [None] * 4
+        for rank, worker in enumerate(engine):
+            assert_holds(worker, rank, version)
+            assert worker.weights.digests() == expected_digests(boxes, rank)
+    assert all(0 < trainer.staging_bytes <= 2 * BUCKET + 64 for trainer in trainers)
+
+
+@pytest.mark.usefixtures("mapped_by_name")
+def test_a_worker_that_does_not_read_is_named(tmp_path: Path) -> None:
+    trainers = senders(tmp_path, timeout=3)
+    engine: list[PlainWorker] = workers("cuda_ipc", tmp_path, timeout=3)
+    payload = payload_of(trainers, 1)
+    errors = in_parallel(
+        *(partial(trainers[rank].send, 1, outbox(rank, 1), (0,)) for rank in range(TRAINERS)),
+        partial(engine[0].weights.receive, payload),
+    )
+    assert any("rank 1 of engine 0 did not read bucket" in str(error) for error in errors[:2])
+
+
+@pytest.mark.usefixtures("mapped_by_name")
+def test_a_trainer_that_does_not_offer_is_named(tmp_path: Path) -> None:
+    trainers, engine = senders(tmp_path), workers("cuda_ipc", tmp_path, timeout=3)
+    payload = payload_of(trainers, 1)
+    errors = in_parallel(*(partial(worker.weights.receive, payload) for worker in engine))
+    wanted = [f"trainer rank {rank} did not offer bucket" for rank in range(TRAINERS)]
+    assert all(str(e).startswith(w) for e, w in zip(errors, wanted, strict=True)), errors
+
+
+def test_without_a_gpu_both_sides_refuse(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    for build in (partial(senders, tmp_path), partial(workers, "cuda_ipc", tmp_path)):
+        with pytest.raises(RuntimeError, match="transport=cuda_ipc: this process sees no CUDA"):
+            build()
