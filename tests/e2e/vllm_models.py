@@ -39,7 +39,7 @@ VLLM_ENVIRONMENT = {
 
 @contextmanager
 def vllm_config(
-    folder: Path, *, tensor: int, rank: int, dtype: str, store: str
+    folder: Path, *, tensor: int, rank: int, dtype: str, store: str, **others: object
 ) -> Iterator[object]:
     """vLLM's configuration for a folder, set as the current one, with its process groups."""
     from vllm.config import set_current_vllm_config
@@ -58,7 +58,7 @@ def vllm_config(
         max_model_len=128,
         tensor_parallel_size=tensor,
         weight_transfer_config={"backend": "megatron_dapo"},  # type: ignore[arg-type]
-        load_format="safetensors",
+        **{"load_format": "safetensors", **others},  # type: ignore[arg-type]
     )
     config = arguments.create_engine_config()
     config.parallel_config.rank = rank
