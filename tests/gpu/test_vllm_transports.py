@@ -32,7 +32,6 @@ from megatron_dapo.rollout.engine import GenerationRequest
 from megatron_dapo.rollout.fleet import EngineFleet
 from tests.tiny_models import save_tiny_model
 
-
 PROMPT = (5, 7, 11, 13, 17, 19)
 SHAPE = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128, "vocab_size": 1024}
 

@@ -62,7 +62,6 @@ from megatron_dapo.resharding import vllm_bridge  # noqa: E402
 from megatron_dapo.resharding.vllm_bridge import ToldEngines, VllmBridge  # noqa: E402
 from megatron_dapo.resharding.vllm_source import PolicyShards, PolicySource  # noqa: E402
 
-
 FAMILIES = ("qwen2_tied", "qwen3", "qwen3_moe")
 PADDED_VOCAB, EVEN_VOCAB = 500, 512
 SMALL_BUCKET = 40_000
