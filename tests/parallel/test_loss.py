@@ -9,9 +9,11 @@ from torch import Tensor
 
 from megatron_dapo.config.schema import LossConfig
 from megatron_dapo.loss.denominators import Ledger
+from megatron_dapo.loss.objectives import uses_whole_sequences
 from megatron_dapo.loss.policy_loss import policy_loss
 from megatron_dapo.loss.vocab_parallel import vocab_parallel_logprobs
 from megatron_dapo.types import NO_LABEL
+from tests.collectives import recorded_collectives
 from tests.ranks import run_ranks
 from tests.unit.loss.packs import pack
 from tests.unit.loss.reference import Batch, random_batch, reference_loss
@@ -39,13 +41,29 @@ def check_tensor_parallel_equals_one_rank(rank: int, world: int) -> None:
         targets[4] = NO_LABEL
         values, grad = _visit(logits, targets, None, vocab)
         mine = logits.chunk(world, dim=1)[rank]
-        got, got_grad = _visit(mine, targets, dist.group.WORLD, vocab)
+        with recorded_collectives() as calls:
+            got, got_grad = _visit(mine, targets, dist.group.WORLD, vocab)
+        assert [(call.name, call.shape) for call in calls] == [("all_gather", (4, 17))]
         torch.testing.assert_close(got, values, atol=1e-6, rtol=1e-6)
         wanted = grad.chunk(world, dim=1)[rank]
         torch.testing.assert_close(got_grad, wanted, atol=1e-6, rtol=1e-6)
         others = [torch.empty_like(got) for _ in range(world)]
         dist.all_gather(others, got)
         assert all(torch.equal(got, other) for other in others), "ranks must agree bit by bit"
+
+
+def check_a_shard_of_tiny_logits_takes_no_part(rank: int, world: int) -> None:
+    logits = torch.full((2, 4), -1e30)
+    logits[:, 2:] = torch.tensor([1.0, 2.0])
+    mine = logits.chunk(world, dim=1)[rank]
+    for label in (3, 1):
+        logprobs, entropy = vocab_parallel_logprobs(
+            mine, torch.full((2,), label), tp_group=dist.group.WORLD
+        )
+        scores = logits.double().log_softmax(-1)
+        torch.testing.assert_close(logprobs.double(), scores[:, label], atol=1e-6, rtol=1e-6)
+        wanted = -(scores[:, 2:].exp() * scores[:, 2:]).sum(-1)
+        torch.testing.assert_close(entropy.double(), wanted, atol=1e-6, rtol=1e-6)
 
 
 def _shard(batch: Batch, keep: Tensor) -> Batch:
@@ -73,6 +91,24 @@ CONTEXT_CONFIGS = {
 }
 
 
+def _check_calls_with_a_ledger(shard: Batch, config: LossConfig) -> None:
+    """Given its weights, a loss of whole responses is one small sum, and any other nothing."""
+    with recorded_collectives() as calls:
+        terms = policy_loss(
+            *shard.required(),
+            num_sequences=shard.num_sequences,
+            config=config,
+            cp_group=dist.group.WORLD,
+            token_weights=shard.loss_mask.double(),
+            denominator=torch.tensor(3),
+            **shard.optional(),
+        )
+        terms.loss_sum.backward()
+    columns = 2 if config.mismatch == "none" else 3
+    sums = [("all_reduce", (shard.num_sequences, columns))] if uses_whole_sequences(config) else []
+    assert [(call.name, call.shape) for call in calls] == sums
+
+
 def check_context_parallel_equals_one_rank(rank: int, world: int) -> None:
     whole = random_batch(11)
     # uneven: rank 0 has 1 token in 4, and none at all of some responses
@@ -89,6 +125,7 @@ def check_context_parallel_equals_one_rank(rank: int, world: int) -> None:
             cp_group=dist.group.WORLD,
             **shard.optional(),
         )
+        _check_calls_with_a_ledger(shard, config)
         totals = torch.stack([terms.loss_sum.detach(), terms.denominator.double()])
         clipped = terms.metrics["actor/pg_clipfrac"]
         counts = torch.stack([torch.as_tensor(clipped.value), torch.as_tensor(clipped.count)])
@@ -168,6 +205,7 @@ def check_one_rank_with_nothing_to_train_on(rank: int, world: int) -> None:
 
 def _all_checks(rank: int, world: int) -> None:
     check_tensor_parallel_equals_one_rank(rank, world)
+    check_a_shard_of_tiny_logits_takes_no_part(rank, world)
     check_context_parallel_equals_one_rank(rank, world)
     check_ledger_over_data_parallel(rank, world)
     check_ledger_over_context_parallel(rank, world)
