@@ -59,7 +59,8 @@ from vllm.distributed.weight_transfer.m2n_common import (  # noqa: E402
 from vllm.distributed.weight_transfer.m2n_engine import M2NWeightTransferInitInfo  # noqa: E402
 
 from megatron_dapo.resharding import vllm_bridge  # noqa: E402
-from megatron_dapo.resharding.vllm_bridge import ToldEngines, VllmBridge  # noqa: E402
+from megatron_dapo.resharding.vllm_bridge import VllmBridge  # noqa: E402
+from megatron_dapo.resharding.vllm_client import ToldEngines  # noqa: E402
 from megatron_dapo.resharding.vllm_source import PolicyShards, PolicySource  # noqa: E402
 
 FAMILIES = ("qwen2_tied", "qwen3", "qwen3_moe")

@@ -28,7 +28,7 @@ FLOORS = [
     {"types", "config", "device"},
 ]
 FLOOR_OF = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
-VLLM_SIDE = ("plugin", "layers", "parts", "files", "worker", "source", "bridge")
+VLLM_SIDE = ("plugin", "layers", "parts", "files", "worker", "source", "bridge", "client")
 """Modules of the resharding room that run inside vLLM, or are handed to it."""
 DOORS = {
     "vllm": {"rollout", *(f"resharding/vllm_{name}.py" for name in VLLM_SIDE)},
