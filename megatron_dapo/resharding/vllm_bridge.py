@@ -307,12 +307,13 @@ def _within(timeout: timedelta, work: Callable[[], None]) -> None:
     Raises:
         RuntimeError: it takes longer; it is left running.
     """
+    device = current()  # a new thread would start on the first one
     outcome: list[BaseException | None] = []
 
     def run() -> None:
         try:
-            if current().type == "cuda":
-                torch.cuda.set_device(current())
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
             with torch.no_grad():
                 work()
         finally:
