@@ -213,7 +213,10 @@ class FileReceiver:
         path = self._folder / file_name(sender, self._receiver)
         wanted = self._plan.message_bytes(bucket, sender, self._receiver)
         if not path.is_file():
-            raise RuntimeError(f"bucket {bucket} of trainer rank {sender} is missing: no {path}")
+            raise RuntimeError(
+                f"bucket {bucket} of trainer rank {sender} is missing: there is no {path.name} in "
+                f"{self._folder}"
+            )
         name = f"bucket_{bucket}"
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
@@ -221,14 +224,15 @@ class FileReceiver:
                 values = file.get_tensor(name) if name in set(file.keys()) else None
         except SafetensorError as error:
             raise RuntimeError(
-                f"bucket {bucket} of trainer rank {sender} cannot be read from {path}, which is "
-                f"cut short or damaged: {error}"
+                f"bucket {bucket} of trainer rank {sender} cannot be read: {path.name} in "
+                f"{self._folder} is cut short or damaged: {error}"
             ) from error
         if values is None or values.numel() != wanted:
             found = "is missing" if values is None else f"has {values.numel()} bytes"
             raise RuntimeError(
-                f"bucket {bucket} of trainer rank {sender} {found} in {path}, planned are "
-                f"{wanted} bytes; the file is incomplete or of another update"
+                f"bucket {bucket} of trainer rank {sender} {found} in {path.name} of "
+                f"{self._folder}, planned are {wanted} bytes; the file is incomplete or of another "
+                "update"
             )
         if self._device.type != "cpu":
             values = values.to(self._device)
@@ -241,7 +245,8 @@ class FileReceiver:
         for name, value in wanted.items():
             if origin.get(name) != value:
                 raise RuntimeError(
-                    f"{path} is of {name} {origin.get(name)!r}, expected is {value!r}"
+                    f"{path.name} in {path.parent} is of {name} {origin.get(name)!r}, expected is "
+                    f"{value!r}"
                 )
 
     def end(self) -> None:
