@@ -37,7 +37,7 @@ def test_every_shipped_configuration_has_a_plan(
 
 def test_the_32b_update_is_spelled_out(capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(plan(capsys, "examples/qwen32b/dapo.yaml", "rollout.engine_tensor=2").split())
-    assert "128 trainer ranks -> 2 engine(s) of 2 rank(s), bfloat16, transport cuda_ipc" in text
+    assert "128 trainer ranks -> 2 engine(s) of 2 rank(s), bfloat16, transport files" in text
     assert "128 of 128 ranks send" in text
     assert "buckets: 123 of 512 MiB; either side holds at most two beside its model, 1.000" in text
     assert "0-63" in text and "64-127" in text
