@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_export(commands)
     _add_report(commands)
+    _add_data(commands)
     _add_doctor(commands)
     return parser
 
@@ -100,6 +101,12 @@ def _add_report(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("report", help="draw the curves of a run")
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.set_defaults(run=_report)
+
+
+def _add_data(commands: Commands[argparse.ArgumentParser]) -> None:
+    from megatron_dapo.cli.data import add_data_commands
+
+    add_data_commands(commands.add_parser("data", help="check, clean and rewrite prompt files"))
 
 
 def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_dapo.data.tokenizer import Message, Tokenizer
+if TYPE_CHECKING:
+    from megatron_dapo.data.tokenizer import Message, Tokenizer
 
 DAPO_PREFIX = (
     "Solve the following math problem step by step. The last line of your response should be of "
@@ -16,9 +17,12 @@ DAPO_SUFFIX = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 def dapo_prompt(problem: str) -> str:
     """`problem` inside DAPO's instruction, once: text that already carries it stays as it is."""
-    return (
-        f"{DAPO_PREFIX}{problem.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)}{DAPO_SUFFIX}"
-    )
+    return f"{DAPO_PREFIX}{bare_problem(problem)}{DAPO_SUFFIX}"
+
+
+def bare_problem(text: str) -> str:
+    """`text` without DAPO's instruction around it."""
+    return text.removeprefix(DAPO_PREFIX).removesuffix(DAPO_SUFFIX)
 
 
 def format_prompt(

@@ -5,75 +5,16 @@ from __future__ import annotations
 import hashlib
 import logging
 import random
-import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.schema import DataConfig
-from megatron_dapo.data.prompt_format import format_prompt
-from megatron_dapo.data.rows import BadRow, Row, read_rows
+from megatron_dapo.data.selection import PromptReport, SelectedRow, select_rows
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.types import Prompt
 
 logger = logging.getLogger(__name__)
-_NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]")
-_LISTED = 5
-"""Lines that a message names; the report holds them all."""
-
-
-@dataclass(frozen=True)
-class PromptReport:
-    """What became of the rows of a prompt file. Lines count from 1."""
-
-    path: Path
-    rows: int
-    kept: int
-    max_prompt_tokens: int
-    bad: tuple[BadRow, ...]
-    duplicate_lines: tuple[tuple[int, ...], ...]
-    """Lines with the same prompt text, first line first."""
-    conflicting_lines: tuple[tuple[int, ...], ...]
-    """Lines whose prompts say the same up to case and punctuation, with different answers."""
-    deduplicated: bool
-    """True: of `duplicate_lines` only the first was kept."""
-    overlong_lines: tuple[int, ...]
-    """More than `max_prompt_tokens`."""
-    overlong_dropped: bool
-    """False: cut on the left to the limit."""
-    text_answer_lines: tuple[int, ...]
-    """Kept, but the answer is no integer: it will be compared as text or as a rational."""
-
-    @property
-    def copies(self) -> int:
-        """Rows that repeat an earlier prompt."""
-        return sum(len(lines) - 1 for lines in self.duplicate_lines)
-
-    def summary(self) -> str:
-        """One line for the log."""
-        fate = "dropped" if self.overlong_dropped else "cut on the left"
-        parts = [f"{self.path}: {self.kept} prompts of {self.rows} rows"]
-        if self.bad:
-            parts.append(f"{len(self.bad)} bad rows ({_listed(self.bad)})")
-        if self.copies:
-            verb = "dropped" if self.deduplicated else "kept"
-            parts.append(f"{self.copies} copies {verb} ({len(self.duplicate_lines)} prompts)")
-        for what, lines in (
-            (f"over {self.max_prompt_tokens} tokens {fate}", self.overlong_lines),
-            ("with an answer that is no integer", self.text_answer_lines),
-        ):
-            if lines:
-                parts.append(f"{len(lines)} {what} (lines {_listed(lines)})")
-        if self.conflicting_lines:
-            groups = _listed([f"({', '.join(map(str, ls))})" for ls in self.conflicting_lines])
-            parts.append(f"{len(self.conflicting_lines)} with different answers (lines {groups})")
-        return "; ".join(parts)
-
-
-def _listed(items: Sequence[object]) -> str:
-    more = ", ..." if len(items) > _LISTED else ""
-    return ", ".join(str(item) for item in items[:_LISTED]) + more
 
 
 @dataclass(frozen=True)
@@ -94,86 +35,14 @@ class PromptSet:
             ValueError: bad rows with `bad_rows=error`, over-long prompts with
                 `overlong_prompts=error`, or nothing left; the message names lines and reasons.
         """
-        rows, bad = _read(path, config)
-        copies = _same_prompt(rows)
-        repeated = {line for lines in copies for line in lines[1:]} if config.deduplicate else set()
-        wanted = [row for row in rows if row.line not in repeated]
-        kept, overlong = _tokenise(wanted, path, config, tokenizer)
-        report = PromptReport(
-            path=path,
-            rows=len(rows) + len(bad),
-            kept=len(kept),
-            max_prompt_tokens=config.max_prompt_tokens,
-            bad=tuple(bad),
-            duplicate_lines=copies,
-            conflicting_lines=_conflicts(rows),
-            deduplicated=config.deduplicate,
-            overlong_lines=tuple(overlong),
-            overlong_dropped=config.overlong_prompts == "drop",
-            text_answer_lines=tuple(
-                row.line for row in wanted if not row.answer.removeprefix("-").isdecimal()
-            ),
-        )
-        if not kept:
-            raise ValueError(f"no prompt is left; {report.summary()}")
-        logger.info(report.summary())
-        return cls(_prompts(kept), report)
+        selection = select_rows(path, config, tokenizer)
+        if refusals := selection.refusals(config):
+            raise ValueError(refusals[0])
+        logger.info(selection.report.summary())
+        return cls(_prompts(selection.rows), selection.report)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tokenised:
-    row: Row
-    text: str
-    token_ids: tuple[int, ...]
-
-
-def _read(path: Path, config: DataConfig) -> tuple[list[Row], list[BadRow]]:
-    rows: list[Row] = []
-    bad: list[BadRow] = []
-    for row in read_rows(
-        path, prompt_column=config.prompt_column, answer_column=config.answer_column
-    ):
-        if isinstance(row, Row):
-            rows.append(row)
-        else:
-            bad.append(row)
-    if bad and config.bad_rows == "error":
-        raise ValueError(
-            f"{path}: {len(bad)} of {len(rows) + len(bad)} rows cannot be read: {_listed(bad)}. "
-            "Mend them, or set data.bad_rows=skip to go on without them"
-        )
-    return rows, bad
-
-
-def _tokenise(
-    rows: Sequence[Row], path: Path, config: DataConfig, tokenizer: Tokenizer
-) -> tuple[list[_Tokenised], list[int]]:
-    """Rows as text and ids within the limit, and the lines that were over it."""
-    limit = config.max_prompt_tokens
-    kept: list[_Tokenised] = []
-    overlong: list[int] = []
-    for row in rows:
-        try:
-            text = format_prompt(row.messages, config.prompt_format, tokenizer)
-        except ValueError as error:
-            raise ValueError(f"{path} line {row.line}: {error}") from error
-        token_ids = tokenizer.encode(text)
-        if len(token_ids) > limit:
-            overlong.append(row.line)
-            if config.overlong_prompts == "drop":
-                continue
-            token_ids = token_ids[-limit:]
-            text = tokenizer.decode(token_ids)
-        kept.append(_Tokenised(row, text, tuple(token_ids)))
-    if overlong and config.overlong_prompts == "error":
-        raise ValueError(
-            f"{path}: {len(overlong)} prompts have more than data.max_prompt_tokens={limit} tokens "
-            f"(lines {_listed(overlong)}). Raise the limit, or set data.overlong_prompts=drop"
-        )
-    return kept, overlong
-
-
-def _prompts(kept: Sequence[_Tokenised]) -> tuple[Prompt, ...]:
+def _prompts(kept: Sequence[SelectedRow]) -> tuple[Prompt, ...]:
     indices = [item.row.index for item in kept]
     by_index = None not in indices and len(set(indices)) == len(indices)
     return tuple(
@@ -186,22 +55,6 @@ def _prompts(kept: Sequence[_Tokenised]) -> tuple[Prompt, ...]:
         )
         for item in kept
     )
-
-
-def _same_prompt(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
-    lines: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
-    for row in rows:
-        lines[tuple(text for turn in row.messages for text in turn.values())].append(row.line)
-    return tuple(tuple(group) for group in lines.values() if len(group) > 1)
-
-
-def _conflicts(rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
-    """Lines that ask the same, up to case and punctuation, but do not have the same answer."""
-    lines: defaultdict[str, dict[str, int]] = defaultdict(dict)
-    for row in rows:
-        text = " ".join(turn["content"] for turn in row.messages)
-        lines[_NOT_ALPHANUMERIC.sub("", text.lower())].setdefault(row.answer, row.line)
-    return tuple(tuple(answers.values()) for answers in lines.values() if len(answers) > 1)
 
 
 class PromptStream:

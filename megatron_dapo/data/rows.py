@@ -9,15 +9,21 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import pyarrow.parquet
 
-from megatron_dapo.data.tokenizer import Message
+if TYPE_CHECKING:
+    from megatron_dapo.data.tokenizer import Message
 
 BadReason = Literal["encoding", "json", "prompt", "answer"]
 _BATCH_ROWS = 4096
+_LONGEST_VALUE = 60
+_LONGEST_COLUMNS = 200
+"""Characters of an unusable value, and of a list of columns, that a message shows."""
 _EXACT_DOUBLE = 2**53
+_DECODER = json.JSONDecoder(parse_float=str)
+"""Numbers with a point stay text: an integer never passes through a float."""
 _WHOLE = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
 
 
@@ -85,8 +91,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
             if not raw.strip():
                 continue
             try:
-                # Numbers with a point stay text: an integer never passes through a float.
-                yield line, json.loads(raw.decode("utf-8"), parse_float=str)
+                yield line, _DECODER.decode(raw.decode("utf-8"))
             except UnicodeDecodeError as error:
                 yield line, _Bad("encoding", f"not UTF-8 ({error})")
             except (ValueError, RecursionError) as error:
@@ -129,7 +134,8 @@ def _lookup(values: Mapping[str, object], column: str, reason: BadReason) -> obj
     found: object = values
     for part in column.split("."):
         if not isinstance(found, Mapping) or part not in found:
-            raise _Bad(reason, f"no {column}; columns are {', '.join(map(str, values))}")
+            columns = ", ".join(map(str, values))
+            raise _Bad(reason, f"no {column}; columns are {_cut(columns, _LONGEST_COLUMNS)}")
         found = found[part]
     return found
 
@@ -179,5 +185,10 @@ def _is_unicode(text: str) -> bool:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return _cut(repr(value), _LONGEST_VALUE)
+
+
+def _cut(text: str, longest: int) -> str:
+    """`text`, or its beginning, as one line that a terminal can show."""
+    text = text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return "".join(character if character.isprintable() else "?" for character in text)

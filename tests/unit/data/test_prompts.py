@@ -219,7 +219,7 @@ def test_facts_of_the_dapo_set(shared_data: Path) -> None:
     report = loaded.report
     assert (report.rows, report.kept) == (17_917, 17_290)
     assert report.bad == report.text_answer_lines == report.overlong_lines == ()
-    assert len(report.conflicting_lines) == 57
+    assert len(report.conflicting_lines) == 24
     assert len({prompt.id for prompt in loaded.prompts}) == 17_290
     assert "22099999999999998951424" in {prompt.answer for prompt in loaded.prompts}
 

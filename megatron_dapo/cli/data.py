@@ -1,0 +1,189 @@
+"""`megatron-dapo data`: look at prompt files, clean them, and make them ready for a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+
+from megatron_dapo.config import ConfigError
+from megatron_dapo.config.keys import refuse_unknown_keys
+from megatron_dapo.config.schema import DataConfig
+
+if TYPE_CHECKING:
+    from megatron_dapo.data.selection import PromptReport
+    from megatron_dapo.data.tokenizer import Tokenizer
+
+KEYS = "data.key=value"
+"""Columns and policies are given as a run's configuration gives them."""
+
+
+def add_data_commands(parser: argparse.ArgumentParser) -> None:
+    """The four commands with their arguments."""
+    commands = parser.add_subparsers(required=True, metavar="WHAT")
+    check = _command(
+        commands, "check", "count rows, copies and contradictions; write nothing", _check
+    )
+    check.add_argument("--report", type=Path, help="JSON file with every line number")
+    prepare = _command(commands, "prepare", "write a clean file and a report", _prepare)
+    prepare.add_argument("--out", type=Path, required=True, help=".parquet or .jsonl file")
+    prepare.add_argument(
+        "--contradictory",
+        choices=("drop", "keep"),
+        default="drop",
+        help="rows whose answer another row denies (default: drop)",
+    )
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    about: str,
+    run: Callable[[argparse.Namespace], int],
+    *,
+    tokenizer: bool = True,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=about)
+    parser.add_argument(
+        "file", metavar="FILE", help=".parquet, .jsonl, or a hub's owner/name[:file]"
+    )
+    parser.add_argument("overrides", nargs="*", metavar=KEYS)
+    if tokenizer:
+        parser.add_argument("--tokenizer", type=Path, help="folder; measures prompts in tokens")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def data_config(path: Path, overrides: Sequence[str]) -> DataConfig:
+    """The data section that `overrides` describe; `data.` before a key may be left out.
+
+    Raises:
+        ConfigError: unknown key or wrong value.
+    """
+    items = [item if item.startswith("data.") else f"data.{item}" for item in overrides]
+    try:
+        tree = OmegaConf.to_container(OmegaConf.from_dotlist(items), resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{' '.join(items)}: cannot be read as YAML: {error}") from error
+    named = cast(dict[str, object], tree)
+    refuse_unknown_keys(named, "an override")
+    try:
+        return DataConfig.model_validate({"train": path} | cast(dict, named.get("data", {})))
+    except ValidationError as error:
+        raise ConfigError(
+            f"data.{'.'.join(map(str, found['loc']))}={found['input']!r}: {found['msg']}"
+            for found in error.errors()
+        ) from None
+
+
+def _inputs(options: argparse.Namespace) -> tuple[Path, DataConfig]:
+    from megatron_dapo.data.hub import HuggingFaceHub, find_file
+
+    path = find_file(options.file, HuggingFaceHub())
+    return path, data_config(path, options.overrides)
+
+
+def _tokenizer(options: argparse.Namespace) -> Tokenizer | None:
+    if options.tokenizer is None:
+        return None
+    from megatron_dapo.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(options.tokenizer)
+
+
+def _check(options: argparse.Namespace) -> int:
+    from megatron_dapo.data.row_files import report_content, write_json
+    from megatron_dapo.data.selection import select_rows
+
+    try:
+        path, config = _inputs(options)
+        selection = select_rows(path, config, _tokenizer(options))
+    except ValueError as error:
+        raise _refused(error) from error
+    _show(selection.report)
+    if options.report is not None:
+        write_json(options.report, report_content(selection.report))
+    if refusals := selection.refusals(config):
+        raise ConfigError(refusals)
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from megatron_dapo.data.prepare import prepare_file
+
+    try:
+        path, config = _inputs(options)
+        prepared = prepare_file(
+            path,
+            options.out,
+            config,
+            tokenizer=_tokenizer(options),
+            contradictory=options.contradictory,
+        )
+    except ValueError as error:
+        raise _refused(error) from error
+    _show(prepared.report)
+    if prepared.contradictory:
+        _say(f"left out as contradictory: {len(prepared.contradictory)} rows")
+    _say(f"{options.out}: {prepared.written} rows; report {prepared.report_file}")
+    return 0
+
+
+def _refused(error: ValueError) -> ConfigError:
+    return error if isinstance(error, ConfigError) else ConfigError(str(error))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+
+
+def _show(report: PromptReport) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from megatron_dapo.cli.terminal import open_console
+    from megatron_dapo.data.selection import listed
+
+    table = Table(title=escape(str(report.path)), title_justify="left")
+    for column in ("what", "count", "where"):
+        table.add_column(column, justify="right" if column == "count" else "left")
+
+    def add(what: str, count: int, where: str = "") -> None:
+        table.add_row(what, f"{count:,}", where)
+
+    add("rows", report.rows)
+    for reason, count in report.bad_counts.items():
+        lines = [bad.line for bad in report.bad if bad.reason == reason]
+        add(f"bad: {reason}", count, f"lines {listed(lines)}")
+    add("unique prompts", report.unique_prompts)
+    fate = "dropped" if report.deduplicated else "kept"
+    add(f"copies, {fate}", report.copies, f"of {len(report.duplicate_lines):,} prompts")
+    groups = [f"({', '.join(map(str, lines))})" for lines in report.conflicting_lines]
+    add(
+        "asked alike, answered differently",
+        len(groups),
+        f"lines {listed(groups)}" if groups else "",
+    )
+    text = report.text_answer_lines
+    add("answers that are no integers", len(text), f"lines {listed(text)}" if text else "")
+    if report.overlong_lines is None:
+        table.add_row(
+            f"over {report.max_prompt_tokens} tokens", "-", "not measured: no --tokenizer"
+        )
+    else:
+        fate = "dropped" if report.overlong_dropped else "cut on the left"
+        over = report.overlong_lines
+        add(
+            f"over {report.max_prompt_tokens} tokens, {fate}",
+            len(over),
+            f"lines {listed(over)}" if over else "",
+        )
+    add("kept", report.kept)
+    open_console().print(table)

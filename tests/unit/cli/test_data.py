@@ -1,0 +1,69 @@
+"""`megatron-dapo data`: what it prints, what it writes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.cli.main import main
+
+GOOD = {"question": "1 + 1?", "answer": 2}
+COLUMNS = ["data.prompt_column=question", "answer_column=answer"]
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_check_counts_rows_and_writes_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD, GOOD, {"question": "?"})
+    report = tmp_path / "report.json"
+    words = ["data", "check", file, *COLUMNS, "bad_rows=skip", "--report", str(report)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "bad: answer" in shown
+    assert "lines 3" in shown
+    assert json.loads(report.read_text())["bad"]["by_reason"] == {"answer": 1}
+
+
+def test_check_refuses_what_a_run_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD, {"question": "?"})
+    assert main(["data", "check", file, *COLUMNS]) == 78
+    assert "line 2: answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("promt_column=x", "Did you mean data.prompt_column?"),
+        ("max_prompt_tokens=0", "data.max_prompt_tokens=0"),
+        ("bad_rows=maybe", "data.bad_rows='maybe'"),
+    ],
+)
+def test_wrong_keys_are_explained(
+    word: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD)
+    assert main(["data", "check", file, word]) == 78
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_file_is_bad_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "check", "missing.jsonl"]) == 78
+    assert "missing.jsonl does not exist" in capsys.readouterr().err
+
+
+def test_prepare_writes_a_file_that_check_accepts(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD, GOOD)
+    out = tmp_path / "clean.parquet"
+    assert main(["data", "prepare", file, *COLUMNS, "--out", str(out)]) == 0
+    assert main(["data", "check", str(out)]) == 0
+    assert (tmp_path / "clean.parquet.report.json").is_file()
+    assert main(["data", "prepare", file, *COLUMNS, "--out", str(out)]) == 78
