@@ -1,0 +1,111 @@
+"""A reward plug-in that breaks the first update of trained weights, from inside rank 0.
+
+It stands for whatever may go wrong on a real machine at a moment that no outsider could hit: a bit
+that falls over in shared memory, a file that is gone, an engine that is killed between two steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from megatron_dapo.resharding.bridge import Bridge
+from megatron_dapo.rollout.engine_http import EngineHttp
+from tests.e2e.rewards import even_ending as even_ending
+
+FAULT = "MEGATRON_DAPO_TEST_FAULT"
+"""Environment variable: a name of `DAMAGE`, or "kill before PATH", "kill after PATH"."""
+FIRST_TRAINED = 1
+
+
+def engine_processes() -> list[psutil.Process]:
+    """Of this process's engines, guardians first."""
+    children = psutil.Process().children()
+    guardians = [p for p in children if any("server_main.py" in word for word in p.cmdline())]
+    return [p for guardian in guardians for p in (guardian, *guardian.children(recursive=True))]
+
+
+def kill_engines() -> None:
+    """kill -9 of everything that belongs to an engine."""
+    for process in engine_processes():
+        os.kill(process.pid, signal.SIGKILL)
+
+
+def flip_a_bit(folder: Path) -> None:
+    """The last byte of a file is a weight's."""
+    path = sorted(folder.iterdir())[-1]
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+
+
+def lose_a_file(folder: Path) -> None:
+    sorted(folder.iterdir())[-1].unlink()
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flip a bit": flip_a_bit,
+    "lose a file": lose_a_file,
+}
+
+
+def damage_files(damage: Callable[[Path], None]) -> None:
+    """`damage` the first trained weights between writing and reading."""
+    prepare = Bridge.prepare
+
+    def damaging(bridge: Bridge, version: int) -> object:
+        payload = prepare(bridge, version)
+        if version == FIRST_TRAINED and "RANK" in os.environ and os.environ["RANK"] == "0":
+            damage(Path(payload["folder"]))
+        return payload
+
+    Bridge.prepare = damaging  # type: ignore[assignment,method-assign]
+
+
+def kill_at(when: str, path: str, *, time: int) -> None:
+    """Kill all engines before the request `path` is sent, or after it is answered."""
+    send, seen = EngineHttp.send, []
+
+    async def killing(http: EngineHttp, method: str, target: str, *rest: object, **more: object):  # type: ignore[no-untyped-def]
+        hit = target.split("?")[0] == path
+        seen.extend([target] * hit)
+        hit = hit and len(seen) == time
+        if hit and when == "before":
+            kill_engines()
+        answer = await send(http, method, target, *rest, **more)  # type: ignore[arg-type]
+        if hit and when == "after":
+            kill_engines()
+        return answer
+
+    EngineHttp.send = killing  # type: ignore[method-assign]
+
+
+def kill_while_receiving() -> None:
+    """Kill all engines while they wait for the messages of the first trained weights."""
+    send = Bridge.send
+
+    def killing(bridge: Bridge, version: int, *rest: object) -> None:
+        if version == FIRST_TRAINED and bridge._parallel.rank == 0:
+            kill_engines()
+        send(bridge, version, *rest)  # type: ignore[arg-type]
+
+    Bridge.send = killing  # type: ignore[method-assign]
+
+
+def _break(fault: str) -> None:
+    if fault in DAMAGE:
+        damage_files(DAMAGE[fault])
+    elif fault == "kill while receiving":
+        kill_while_receiving()
+    elif fault:
+        _, when, path = fault.split(" ")
+        kill_at(when, path, time=2)  # the first time are the start's weights
+
+
+_break(os.environ.get(FAULT, ""))

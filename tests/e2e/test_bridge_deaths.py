@@ -1,0 +1,190 @@
+"""Engines that are killed around an update, and whole runs whose update breaks.
+
+An engine that comes back gets the current weights before it serves; a run that cannot prove its
+weights stops with exit code 1, by itself, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_dapo.resharding.bridge import Bridge
+from megatron_dapo.rollout.engine import EngineError
+from megatron_dapo.rollout.engine_http import EngineHttp
+from megatron_dapo.trainer import Trainer
+from tests.e2e import sabotage
+from tests.e2e.processes import RunningTrain, start_train
+from tests.e2e.runs import Start, make_start
+from tests.e2e.trainers import (
+    Scene,
+    change_weights,
+    check_engine,
+    export,
+    opened_trainer,
+    record_expected,
+    run_trainers,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+GLOO = ("resharding.transport=gloo", "resharding.timeout_seconds=20")
+RECEIVING = "while receiving"
+MOMENTS = [
+    "before /start_weight_update",
+    RECEIVING,
+    "before /finish_weight_update",
+    "before /resume",
+    "after /resume",
+]
+LONGEST_END_SECONDS = 60.0
+RESPONSES_OF_A_STEP = 16
+
+
+@contextmanager
+def killed(moment: str) -> Iterator[None]:
+    """Inside, all engines of this process are killed at that moment of the first update."""
+    http, bridge = EngineHttp.send, Bridge.send
+    if moment == RECEIVING:
+        sabotage.kill_while_receiving()
+    else:
+        when, path = moment.split(" ")
+        sabotage.kill_at(when, path, time=1)
+    try:
+        yield
+    finally:
+        EngineHttp.send, Bridge.send = http, bridge  # type: ignore[method-assign]
+
+
+def broken_update(trainer: Trainer, moment: str) -> str:
+    """New weights for engines that are killed on the way; what stopped the update. Collective."""
+    trainer.policy_version = sabotage.FIRST_TRAINED
+    change_weights(trainer, 1.001)
+    try:
+        if trainer.parallel.rank == 0:
+            with killed(moment):
+                trainer.sync_weights()
+        else:
+            trainer.sync_weights()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def bring_back(trainer: Trainer) -> None:
+    """A fresh engine with the current weights, proven before it serves. Collective."""
+    bridge, version = trainer.bridge, trainer.policy_version
+    dist.barrier()
+    bridge.rejoin(0)
+    if trainer.rollouts is not None:
+        trainer.rollouts.restart(0, bridge.init_info(0), bridge.payload(), version)
+    bridge.send(version, [0])
+    expected = bridge.expected_digests()
+    if trainer.rollouts is not None:
+        trainer.rollouts.finish_update(expected)
+
+
+def die_and_return(rank: int, world: int, scene: Scene, transport: tuple[str, ...]) -> None:
+    layout = ("parallel.pipeline=2", "resharding.probe_tokens=0")
+    with opened_trainer(rank, world, scene, *layout, *transport) as trainer:
+        trainer.sync_weights()
+        expected = record_expected(trainer)
+        for moment in MOMENTS:
+            if moment == RECEIVING and trainer.bridge.transport == "files":
+                continue  # over before the trainers have anything to do
+            stopped_by = broken_update(trainer, moment)
+            if rank == 0:
+                check_no_token(trainer, moment, stopped_by)
+            bring_back(trainer)
+            current = trainer.config.run_dir / "current"
+            export(trainer, current)
+            if rank == 0:
+                assert trainer.rollouts is not None
+                (server,) = trainer.rollouts._fleet._servers
+                check_engine(trainer, server.endpoint, expected[-1], current, 1)
+                step = trainer.rollouts.collect(1, trainer.policy_version)
+                responses = [r for group in step.generated for r in group.responses]
+                assert {r.version_spans for r in responses} == {((0, 1),)}
+
+
+def check_no_token(trainer: Trainer, moment: str, stopped_by: str) -> None:
+    """On rank 0: the update has failed, or the next request does; the engine is named."""
+    assert trainer.rollouts is not None
+    said = [stopped_by]
+    if trainer.rollouts._fleet._update is not None:  # sending failed before it could end
+        with pytest.raises(EngineError) as caught:
+            trainer.rollouts.finish_update(None)
+        said.append(str(caught.value))
+    assert moment == "after /resume" or re.search(r"engine 0", " ".join(said)), said
+    with pytest.raises(EngineError, match="rollout engine 0"):
+        trainer.rollouts.collect(1, trainer.policy_version)
+
+
+@pytest.mark.parametrize("transport", [GLOO, ()], ids=["gloo", "files"])
+def test_a_killed_engine_comes_back_with_the_current_weights_only(
+    transport: tuple[str, ...], tmp_path: Path
+) -> None:
+    pytest.importorskip("vllm")
+    scene = Scene(make_start(tmp_path, "qwen2_tied"), tensor=1)
+    run_trainers(2, die_and_return, scene, transport)
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    pytest.importorskip("vllm")
+    return make_start(tmp_path_factory.mktemp("broken"), "qwen2_tied")
+
+
+def wait_for_the_end(run: RunningTrain) -> float:
+    """Until the run has ended by itself; seconds since its batch was complete."""
+    complete = None
+    while run.process.poll() is None:
+        run.note_files()
+        time.sleep(0.2)
+        if complete is None and run.responses_graded() >= RESPONSES_OF_A_STEP:
+            complete = time.monotonic()
+        assert complete is None or time.monotonic() - complete < 4 * LONGEST_END_SECONDS
+    assert complete is not None, "ended before a batch was complete"
+    return time.monotonic() - complete
+
+
+@pytest.mark.parametrize(
+    ("fault", "transport", "words"),
+    [
+        ("flip a bit", (), r"rollout engine 0 .*does not hold .*: model\.\S+ on rank 0 has"),
+        ("lose a file", (), r"bucket \d+ of trainer rank 1 is missing: no \S+from_1_to_0"),
+        ("kill before /start_weight_update", (), "rollout engine 0"),
+        ("kill while receiving", GLOO, "engine 0"),
+        ("kill before /finish_weight_update", (), "rollout engine 0"),
+        ("kill before /resume", (), "rollout engine 0"),
+        ("kill after /resume", (), "rollout engine 0"),
+    ],
+)
+def test_a_run_whose_update_breaks_stops_and_leaves_nothing(
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+    transport: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.setenv(sabotage.FAULT, fault)
+    plugin = "reward.plugin=tests.e2e.sabotage:even_ending"
+    settings = (plugin, "parallel.pipeline=2", "sampling.dynamic=false", *transport)
+    name = re.sub(r"\W", "_", fault)
+    run = start_train(start, name, *settings)
+    try:
+        seconds = wait_for_the_end(run)
+        assert run.process.returncode == 1
+        run.wait_until_gone()
+        output = run.output()
+    finally:
+        run.close()
+    assert re.search(words, output), output
+    assert seconds < LONGEST_END_SECONDS
+    assert run.responses_graded() == RESPONSES_OF_A_STEP  # of proven weights, and none after
+    assert not (run.folder / "hf").exists()
