@@ -40,6 +40,22 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
         default="drop",
         help="rows whose answer another row denies (default: drop)",
     )
+    decontaminate = _command(
+        commands,
+        "decontaminate",
+        "find rows that a benchmark asks, too; write the others",
+        _decontaminate,
+        tokenizer=False,
+    )
+    decontaminate.add_argument(
+        "--against", nargs="+", required=True, metavar="FILE[:COLUMN]", help="benchmarks"
+    )
+    decontaminate.add_argument("--out", type=Path, help=".parquet or .jsonl file without them")
+    decontaminate.add_argument("--report", type=Path, help="JSON file with every pair")
+    decontaminate.add_argument("--ngram-words", type=int, default=8, help="default: 8")
+    decontaminate.add_argument(
+        "--least-share", type=float, default=0.5, help="of the n-grams of a question; default: 0.5"
+    )
 
 
 def _command(
@@ -133,6 +149,42 @@ def _prepare(options: argparse.Namespace) -> int:
     if prepared.contradictory:
         _say(f"left out as contradictory: {len(prepared.contradictory)} rows")
     _say(f"{options.out}: {prepared.written} rows; report {prepared.report_file}")
+    return 0
+
+
+def _decontaminate(options: argparse.Namespace) -> int:
+    from megatron_dapo.data.decontaminate import decontaminate_file, read_benchmark
+    from megatron_dapo.data.hub import HuggingFaceHub, find_file
+
+    try:
+        path, config = _inputs(options)
+        benchmarks = []
+        for name in options.against:
+            file, colon, column = name.rpartition(":")
+            if not colon or Path(name).exists():
+                file, column = name, config.prompt_column
+            benchmarks.append(read_benchmark(find_file(file, HuggingFaceHub()), column))
+        found = decontaminate_file(
+            path,
+            config,
+            benchmarks,
+            out=options.out,
+            report=options.report,
+            ngram_words=options.ngram_words,
+            least_share=options.least_share,
+        )
+    except ValueError as error:
+        raise _refused(error) from error
+    for pair in found.overlaps:
+        how = "the same question" if pair.exact else f"{pair.share:.0%} of its n-grams"
+        _say(f"line {pair.line} and {pair.benchmark} line {pair.benchmark_line}: {how}")
+    for benchmark in benchmarks:
+        pairs = [pair for pair in found.overlaps if pair.benchmark == benchmark.path]
+        exact = sum(pair.exact for pair in pairs)
+        _say(f"{benchmark.path}: {len(pairs)} pairs, {exact} of them the same question")
+    _say(f"{path}: {len(found.lines)} of {found.rows} rows overlap")
+    if found.written is not None:
+        _say(f"{options.out}: {found.written} rows")
     return 0
 
 

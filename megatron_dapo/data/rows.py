@@ -59,13 +59,16 @@ class _Bad(Exception):
         self.detail = detail
 
 
-def read_rows(path: Path, *, prompt_column: str, answer_column: str) -> Iterator[Row | BadRow]:
+def read_rows(
+    path: Path, *, prompt_column: str, answer_column: str | None
+) -> Iterator[Row | BadRow]:
     """Every row of a .jsonl or .parquet file, in order; blank lines are skipped.
 
     Args:
         path: the file.
         prompt_column: text, or list of {"role", "content"}.
-        answer_column: text or whole number. Both names may hold dots into nested objects.
+        answer_column: text or whole number; None: answers are not read, and empty. Both names may
+            hold dots into nested objects.
 
     Raises:
         ValueError: no such file, or another kind of file.
@@ -110,11 +113,13 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
             yield line, values
 
 
-def _row(line: int, values: object, prompt_column: str, answer_column: str) -> Row:
+def _row(line: int, values: object, prompt_column: str, answer_column: str | None) -> Row:
     if not isinstance(values, Mapping):
         raise _Bad("json", f"a row must be an object, not {type(values).__name__}")
     prompt = _lookup(values, prompt_column, "prompt")
-    answer = _answer(_lookup(values, answer_column, "answer"), answer_column)
+    answer = ""
+    if answer_column is not None:
+        answer = _answer(_lookup(values, answer_column, "answer"), answer_column)
     source = values.get("data_source")
     extra = values.get("extra_info")
     index = extra.get("index") if isinstance(extra, Mapping) else None

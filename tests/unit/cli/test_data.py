@@ -67,3 +67,19 @@ def test_prepare_writes_a_file_that_check_accepts(tmp_path: Path) -> None:
     assert main(["data", "check", str(out)]) == 0
     assert (tmp_path / "clean.parquet.report.json").is_file()
     assert main(["data", "prepare", file, *COLUMNS, "--out", str(out)]) == 78
+
+
+def test_decontaminate_prints_pairs_and_writes_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"question": "2 + 2?", "answer": 4}
+    file = write(tmp_path / "rows.jsonl", GOOD, other)
+    bench = write(tmp_path / "bench.jsonl", {"problem": "$1+1$?"})
+    out = tmp_path / "clean.jsonl"
+    words = ["data", "decontaminate", file, *COLUMNS, "--out", str(out), "--against"]
+    assert main([*words, f"{bench}:problem"]) == 0
+    shown = capsys.readouterr().out
+    assert f"line 1 and {bench} line 1: the same question" in shown
+    assert "1 of 2 rows overlap" in shown
+    assert "2 + 2?" in out.read_text()
+    assert main([*words, bench]) == 78
