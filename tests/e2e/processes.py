@@ -10,7 +10,7 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -126,14 +126,16 @@ def _is_scratch(path: str) -> bool:
     return path.startswith("/tmp/megatron_dapo_") or (in_memory and Path(path).exists())
 
 
-def start_train(start: Start, name: str, *overrides: str) -> RunningTrain:
+def start_train(
+    start: Start, name: str, *overrides: str, environment: Mapping[str, str] | None = None
+) -> RunningTrain:
     """Start a run in its own directory beside the start, and return at once."""
     folder = start.folder / name
     mark = uuid.uuid4().hex
     graded = start.folder / f"{name}.graded"
     process = subprocess.Popen(
         command_line("train", start.file, f"run_dir={folder}", *overrides),
-        env=command_environment({MARK: mark, GRADED_FILE: str(graded)}),
+        env=command_environment({MARK: mark, GRADED_FILE: str(graded)} | dict(environment or {})),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""A reward plug-in that breaks the first update of trained weights, from inside rank 0.
+"""Breaks the first update of trained weights, from inside rank 0.
 
 It stands for whatever may go wrong on a real machine at a moment that no outsider could hit: a bit
 that falls over in shared memory, a file that is gone, an engine that is killed between two steps.
@@ -15,7 +15,7 @@ import psutil
 
 from megatron_dapo.resharding.bridge import Bridge
 from megatron_dapo.rollout.engine_http import EngineHttp
-from tests.e2e.rewards import even_ending as even_ending
+from tests.conftest import REPOSITORY
 
 FAULT = "MEGATRON_DAPO_TEST_FAULT"
 """Environment variable: a name of `DAMAGE`, or "kill before PATH", "kill after PATH"."""
@@ -61,7 +61,7 @@ def damage_files(damage: Callable[[Path], None]) -> None:
 
     def damaging(bridge: Bridge, version: int) -> object:
         payload = prepare(bridge, version)
-        if version == FIRST_TRAINED and "RANK" in os.environ and os.environ["RANK"] == "0":
+        if version == FIRST_TRAINED:
             damage(Path(payload["folder"]))
         return payload
 
@@ -98,14 +98,32 @@ def kill_while_receiving() -> None:
     Bridge.send = killing  # type: ignore[method-assign]
 
 
-def _break(fault: str) -> None:
+STARTED_FIRST = """
+import os, sys
+if "megatron_dapo.train" in sys.orig_argv and os.environ.get("RANK") == "0":
+    from tests.e2e.sabotage import break_this_process
+    break_this_process()
+"""
+
+
+def sabotaged(fault: str, folder: Path) -> dict[str, str]:
+    """Environment of a run whose rank 0 has this fault, and nothing else of the run.
+
+    Args:
+        folder: an empty one, for what Python starts before anything else.
+    """
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(STARTED_FIRST)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}", FAULT: fault}
+
+
+def break_this_process() -> None:
+    """Install what the environment asks for."""
+    fault = os.environ[FAULT]
     if fault in DAMAGE:
         damage_files(DAMAGE[fault])
     elif fault == "kill while receiving":
         kill_while_receiving()
-    elif fault:
+    else:
         _, when, path = fault.split(" ")
         kill_at(when, path, time=2)  # the first time are the start's weights
-
-
-_break(os.environ.get(FAULT, ""))
