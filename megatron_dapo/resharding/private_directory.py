@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
+import stat
 import tempfile
 import weakref
 from pathlib import Path
@@ -45,12 +47,30 @@ def _remove(directory: Path, lock: IO[str]) -> None:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Delete directories whose owner died without closing them."""
-    for lock_path in parent.glob(f"{PREFIX}*/{LOCK_FILE}"):
+    """Delete directories of this user whose owner died without closing them.
+
+    Anybody may put entries of any kind into `parent`: what is not a directory of ours, or cannot
+    be opened, stays.
+    """
+    for entry in parent.glob(f"{PREFIX}*"):
         try:
-            with lock_path.open("r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                logger.warning("removing weights that a dead run left in %s", lock_path.parent)
-                shutil.rmtree(lock_path.parent)
-        except (BlockingIOError, PermissionError, FileNotFoundError):
-            continue  # in use, another user's, or just removed by another run
+            _remove_if_abandoned(entry)
+        except OSError as error:  # in use, another user's, or just removed by another run
+            logger.debug("%s stays: %s", entry, error)
+
+
+def _remove_if_abandoned(directory: Path) -> None:
+    """Raises OSError where that cannot be told, or its lock is held."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        return
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # no link is followed, no FIFO waited for
+    lock = os.open(directory / LOCK_FILE, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            return
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        logger.warning("removing weights that a dead run left in %s", directory)
+        shutil.rmtree(directory)
+    finally:
+        os.close(lock)
