@@ -44,6 +44,7 @@ from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.policy.trained_model import SkippedUpdates, TrainedModel
 from megatron_dapo.resharding.open_bridge import WeightBridge
+from megatron_dapo.resharding.sync_metrics import sync_metrics
 from megatron_dapo.resharding.transfer import export_stream
 from megatron_dapo.rollout.driver import RolloutDriver
 from megatron_dapo.rollout.probe import Probe, check_probes, probe_batch
@@ -180,7 +181,8 @@ class Trainer:
         """Engines serve this policy from here on, stamped with `policy_version`. Collective.
 
         What they hold is compared with what was sent, and what they compute with what the
-        trainer computes; the returned metrics say how well that agrees.
+        trainer computes; before both agree no request is let in. Returns metrics, on every rank
+        how well they agree and on global rank 0 also what was moved.
         """
         payload = self.bridge.prepare(self.policy_version)
         device.release_cached_memory()  # engines of the same devices wake up
@@ -191,8 +193,13 @@ class Trainer:
         self.bridge.send(self.policy_version)
         expected = self.bridge.expected_digests()
         probes = None if self.rollouts is None else self.rollouts.finish_update(expected)
+        agreement = self._check_probes(probes)
+        moved = {}
+        if self.rollouts is not None:
+            self.rollouts.let_requests_in()
+            moved = sync_metrics(self.rollouts.update_reports, self.bridge)
         self.bridge.acknowledged(self.policy_version)
-        return self._check_probes(probes)
+        return agreement | moved
 
     def _check_probes(self, probes: Sequence[Probe] | None) -> dict[str, float]:
         """Score what the engines sampled; every rank stops where the two sides disagree."""

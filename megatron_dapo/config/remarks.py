@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_dapo.config.resharding_checks import MEETS_ON_LOOPBACK, WITHOUT_DIGESTS
 from megatron_dapo.config.schema import RunConfig
 
 
@@ -28,7 +29,31 @@ def remarks(config: RunConfig) -> Iterator[str]:
         yield "data.heldout is not set: nothing is evaluated inside the loop."
     if config.loss.clip_high == config.loss.clip_low and config.loss.ratio == "token":
         yield "loss.clip_high equals loss.clip_low: without clip-higher, entropy tends to collapse."
+    yield from _unguarded_transport(config)
     yield from _idle_devices(config)
+
+
+def _unguarded_transport(config: RunConfig) -> Iterator[str]:
+    """What a user of vLLM's own backends takes upon himself."""
+    transport = config.resharding.transport
+    seen = f"resharding.transport={transport}"
+    if transport in WITHOUT_DIGESTS and config.resharding.verify_digests:
+        yield (
+            f"{seen} brings no digests: resharding.verify_digests is not read, and only the probe "
+            "shows whether the engines hold the policy."
+        )
+    if transport == "vllm_ipc":
+        yield (
+            f"{seen} sends pickled handles (vLLM's own protocol) and starts the engines with "
+            "VLLM_ALLOW_INSECURE_SERIALIZATION=1: whoever may write to an engine's socket, which "
+            "is this user alone, can run code in it. cuda_ipc does the same without pickle."
+        )
+    if transport in MEETS_ON_LOOPBACK:
+        yield (
+            f"{seen}: trainers and engines meet at a port of 127.0.0.1 that asks nobody who he is. "
+            "Use it only where every user of the machine is trusted; nccl meets in a private "
+            "directory."
+        )
 
 
 def _idle_devices(config: RunConfig) -> Iterator[str]:

@@ -13,6 +13,10 @@ SHARES_DEVICES = ("cuda_ipc", "vllm_ipc")
 """Trainer and engine work on the same GPUs."""
 OWN_DEVICES = ("nccl", "vllm_nccl", "vllm_nccl_m2n")
 """NCCL takes no two ranks on one GPU."""
+MEETS_ON_LOOPBACK = ("vllm_nccl", "vllm_nccl_m2n")
+"""Trainers and engines meet at a port of 127.0.0.1 that vLLM does not guard."""
+WITHOUT_DIGESTS = ("vllm_nccl", "vllm_ipc", "vllm_nccl_m2n")
+"""vLLM's own backends: full tensors or shards, and nothing to compare afterwards."""
 FP8_BLOCK = 128
 M2N_MOST_SOURCES = 16
 """Trainer ranks that one engine rank may take a tensor from (a limit of NCCL's reshard)."""
@@ -46,6 +50,18 @@ def resharding_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"resharding.probe_tolerance={settings.probe_tolerance}: not read with "
             f"resharding.probe_tokens=0. Leave it out, or set probe_tokens={default.probe_tokens}."
         )
+    if settings.probe_tokens == 0 and settings.transport in WITHOUT_DIGESTS:
+        yield (
+            f"resharding.probe_tokens=0: resharding.transport={settings.transport} brings no "
+            "digests, so nothing would show that the engines hold the policy. Set probe_tokens="
+            f"{default.probe_tokens}."
+        )
+    elif settings.probe_tokens == 0 and not settings.verify_digests:
+        yield (
+            "resharding.probe_tokens=0: with resharding.verify_digests=false nothing would show "
+            "that the engines hold the policy. Set verify_digests=true, or probe_tokens="
+            f"{default.probe_tokens}."
+        )
 
 
 def _transport_problems(config: RunConfig) -> Iterator[str]:
@@ -77,6 +93,12 @@ def _transport_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"{seen}: NCCL takes no two ranks on one GPU, and rollout.placement=colocated. Use "
             "cuda_ipc or files, or rollout.placement=disaggregated."
+        )
+    if transport in MEETS_ON_LOOPBACK and config.parallel.nodes > 1:
+        yield (
+            f"{seen}: trainers and engines meet on 127.0.0.1, which other machines do not reach, "
+            f"and parallel.nodes={config.parallel.nodes}. Use nccl, or files (run_dir must lie on "
+            "a shared file system)."
         )
 
 

@@ -13,6 +13,7 @@ from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.device import current
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.bridge import Bridge
+from megatron_dapo.resharding.free_space import check_free_space
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -72,13 +73,17 @@ def open_bridge(
         deliver: on rank 0: posts one more `update_info` to all engines of the open update.
 
     Raises:
-        ValueError: a parameter that the name tables do not know, or layouts that cannot meet.
+        ValueError: a parameter that the name tables do not know, layouts that cannot meet, or a
+            file system that is too small for the weights.
         RuntimeError: a rank does not see the directory of the weights.
     """
     kind: Literal["cpu", "cuda"] = "cuda" if current().type == "cuda" else "cpu"
     transport = chosen_transport(config, kind)
     if transport not in ("vllm_nccl", "vllm_ipc", "vllm_nccl_m2n"):
-        return Bridge.open(config, chunks, hf_config, parallel)
+        bridge = Bridge.open(config, chunks, hf_config, parallel)
+        if transport == "files":
+            check_free_space(bridge.directory, bridge.plan)
+        return bridge
     from megatron_dapo.resharding.vllm_bridge import VllmBridge
 
     return VllmBridge.open(config, chunks, hf_config, parallel, deliver=deliver)

@@ -158,7 +158,7 @@ class RolloutDriver:
         """A fresh engine in place of `index`, and the first half of an update of it alone.
 
         The transport must still hold `payload`, the version that the other engines serve. The
-        engine answers nothing before `finish_update` has proven its weights.
+        engine answers nothing before `let_requests_in`, after its weights are proven.
 
         Raises:
             EngineStartError: it does not come up.
@@ -176,6 +176,8 @@ class RolloutDriver:
     def finish_update(self, expected_digests: Sequence[Digests] | None) -> tuple[Probe, ...]:
         """Second half: wait for the weights, prove them, let the engines go on, and probe each.
 
+        Other requests still wait, for `let_requests_in`.
+
         Args:
             expected_digests: by tensor-parallel rank of an engine, parameter -> digest. None: the
                 transport brings none. Not read without resharding.verify_digests.
@@ -191,6 +193,10 @@ class RolloutDriver:
         verify = self._config.resharding.verify_digests
         updated = self._fleet.finish_update(expected_digests if verify else None)
         return self._fleet.run(self._probe(updated))
+
+    def let_requests_in(self) -> None:
+        """Once the probes are right too: the engines that were updated last answer requests."""
+        self._fleet.let_requests_in()
 
     @property
     def update_reports(self) -> Mapping[int, list[dict[str, JsonValue]]]:
@@ -213,7 +219,7 @@ class RolloutDriver:
         if self._config.resharding.probe_tokens == 0:
             return ()
         work = [
-            probe_engine(engine, self._probe_prompt, self._config, number=number)
+            probe_engine(engine.probe, self._probe_prompt, self._config, number=number)
             for number, engine in engines.items()
         ]
         return tuple(await gather_or_cancel(work))

@@ -60,6 +60,7 @@ class EngineFleet:
         self._servers = _servers(config, device)
         self._loop = EventLoopThread("rollout engines")
         self._update: _OpenUpdate | None = None
+        self._unproven: Sequence[VllmEngine] = ()
         self._shared_directory: Path | None = None
 
     def __len__(self) -> int:
@@ -129,7 +130,7 @@ class EngineFleet:
     ) -> None:
         """A fresh engine in place of `index`, and the first half of its update.
 
-        It answers no request before `finish_update` has proven its weights. Engines of
+        It answers no request before `let_requests_in`, after its weights are proven. Engines of
         `rollout.endpoints` are started by their owner; this connects to them again. The number of
         a replica decides on its seed, so that stays distinct.
 
@@ -166,6 +167,8 @@ class EngineFleet:
     def finish_update(self, expected: Sequence[Digests] | None) -> dict[int, VllmEngine]:
         """Second half: wait for the weights, prove them, and only then let any engine go on.
 
+        The engines answer probes now, and requests from `let_requests_in` on.
+
         Args:
             expected: digests by tensor-parallel rank, the same for every engine; None: the
                 transport brings none.
@@ -191,8 +194,13 @@ class EngineFleet:
             update.loading.cancel()
             if not done:
                 self.run(self._give_up(engines))
+        self._unproven = engines
         self.reports = dict(zip(update.engines, reports, strict=True))
         return dict(zip(update.engines, engines, strict=True))
+
+    def let_requests_in(self) -> None:
+        """The engines of the update that was finished last answer requests from now on."""
+        self.run(self._let_requests_in())
 
     def close(self) -> None:
         """Release connections and end our servers, whatever state they are in.
@@ -263,11 +271,12 @@ class EngineFleet:
         return await gather_or_cancel([engine.verify(expected) for engine in engines])
 
     async def _release(self, engines: Sequence[VllmEngine], policy_version: int) -> None:
-        async def release(engine: VllmEngine) -> None:
-            await engine.release(policy_version)
-            await engine.wake_up("kv_cache")
+        await gather_or_cancel([engine.release(policy_version) for engine in engines])
 
-        await gather_or_cancel([release(engine) for engine in engines])
+    async def _let_requests_in(self) -> None:
+        for engine in self._unproven:
+            engine.let_requests_in()
+        self._unproven = ()
 
     async def _give_up(self, engines: Sequence[VllmEngine]) -> None:
         for engine in engines:
@@ -289,10 +298,16 @@ def _servers(config: RunConfig, device: Device) -> list[VllmServer]:
 
 
 def _devices(config: RunConfig, device: Device, index: int) -> tuple[int, ...]:
-    """CUDA devices of one engine: among the trainers' own, or after them."""
+    """CUDA devices that one engine sees; it works on the first `engine_tensor` of them.
+
+    Among the trainers' own it sees all those of this machine, since it may map what any trainer
+    here has packed (cuda_ipc). Otherwise it sees its own only, which come after the trainers'.
+    """
     if device == "cpu":
         return ()
-    colocated = config.rollout.placement == "colocated"
-    first = index * config.rollout.engine_tensor
-    first += 0 if colocated else config.parallel.world_size
-    return tuple(range(first, first + config.rollout.engine_tensor))
+    tensor, trainers = config.rollout.engine_tensor, config.parallel.world_size
+    first = index * tensor
+    if config.rollout.placement == "disaggregated":
+        return tuple(range(trainers + first, trainers + first + tensor))
+    here = trainers // config.parallel.nodes
+    return (*range(first, here), *range(first))

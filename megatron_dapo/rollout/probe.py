@@ -6,7 +6,7 @@ same with them, cached prompts and repacked kernels included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.config import RunConfig
-from megatron_dapo.rollout.engine import Engine, EngineError, GenerationRequest
+from megatron_dapo.rollout.engine import EngineError, GenerationRequest, GenerationResult
 from megatron_dapo.rollout.seeds import sample_seed
 from megatron_dapo.types import MicroBatch, RolloutBatch
 
@@ -44,12 +44,20 @@ class Probe:
 
 
 async def probe_engine(
-    engine: Engine, prompt_token_ids: Sequence[int], config: RunConfig, *, number: int
+    sample: Callable[[GenerationRequest], Awaitable[GenerationResult]],
+    prompt_token_ids: Sequence[int],
+    config: RunConfig,
+    *,
+    number: int,
 ) -> Probe:
     """Sample `resharding.probe_tokens` tokens: the same for the same weights and engine number.
 
     They come from the rollout's own distribution, since that is whose log-probs `Policy.logprobs`
     gives. (Those of a greedy request are of temperature 1, whatever the rollout's is.)
+
+    Args:
+        sample: has the engine answer, although it takes no other requests yet.
+        number: of the engine.
 
     Raises:
         EngineError: the engine does not answer with the tokens that were asked for.
@@ -64,7 +72,7 @@ async def probe_engine(
         stop_token_ids=(),
         request_id=f"probe-{number}",
     )
-    result = await engine.generate(request)
+    result = await sample(request)
     if len(result.token_ids) != request.max_tokens:
         raise EngineError(
             f"rollout engine {number} answered a probe of {request.max_tokens} tokens with "

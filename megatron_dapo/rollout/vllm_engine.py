@@ -18,8 +18,9 @@ from megatron_dapo.rollout.weight_update import (
     InFlight,
     deliver_weights,
     load_weights,
-    release_weights,
+    resume,
     served_stamp,
+    stamp_weights,
     verify_weights,
     version_number,
 )
@@ -59,8 +60,9 @@ class VllmEngine:
 
     It generates only from weights that it installed itself: an engine that has none yet, was
     restarted, or was changed by someone else, is an error and not an answer. An update is
-    `load`, `verify`, `release`; requests that come meanwhile wait for its end. Once one of the
-    three fails, every later call and every request that still runs ends in an `EngineError`.
+    `load`, `verify`, `release`, `let_requests_in`; requests that come meanwhile wait for its end.
+    Once one of the first three fails, every later call and every request that still runs ends in
+    an `EngineError`.
 
     Args:
         endpoint: unix:/path or http://127.0.0.1:port.
@@ -90,6 +92,8 @@ class VllmEngine:
         self._installed: list[str] = []
         """Stamps of the weights that this client brought in, the current one last."""
         self._running: set[asyncio.Task[_GenerateResponse]] = set()
+        self._in_proof: int | None = None
+        """Version that the engine goes on with, and that requests are not let in for yet."""
         self._serving = asyncio.Event()
         self._serving.set()
         self._failure: str | None = None
@@ -97,11 +101,23 @@ class VllmEngine:
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Sample one response; the same request may be sent again after a lost connection.
 
+        Nothing that new weights sampled is returned before `let_requests_in`, not even the end of
+        a response that older ones began (in_flight "keep").
+
         Raises:
             EngineError: also when tokens come from weights that this client did not install, or
                 from older ones than it was serving when the request was sent.
         """
         await self._serving.wait()
+        result = await self.probe(request)
+        newest = result.version_spans[-1][1] if result.version_spans else result.policy_version
+        if newest == self._in_proof:
+            await self._serving.wait()
+            self._check_usable()
+        return result
+
+    async def probe(self, request: GenerationRequest) -> GenerationResult:
+        """As `generate`, but between `release` and `let_requests_in` too: to try new weights."""
         self._check_usable()
         if not self._installed:
             raise EngineError(
@@ -121,7 +137,7 @@ class VllmEngine:
         )
 
     async def load(self, init_info: Mapping[str, object], payload: Mapping[str, object]) -> None:
-        """First third of an update: pause and bring the new weights in.
+        """First step of an update: pause and bring the new weights in.
 
         Args:
             init_info: of /init_weight_transfer_engine; told once, and again when it changes.
@@ -143,7 +159,7 @@ class VllmEngine:
             await deliver_weights(self._http, payload)
 
     async def verify(self, expected: Sequence[Digests] | None) -> list[dict[str, JsonValue]]:
-        """Second third: the engine finishes, and its digests must be the `expected` ones.
+        """Second step: the engine finishes, and its digests must be the `expected` ones.
 
         Returns:
             Report of each tensor-parallel rank; [] without digests.
@@ -153,12 +169,24 @@ class VllmEngine:
             return await verify_weights(self._http, expected)
 
     async def release(self, policy_version: int) -> None:
-        """Last third: old caches go, the version is stamped, requests go on."""
+        """Third step: old caches go, the version is stamped, the engine has its cache and goes on.
+
+        New requests still wait, but for `probe`. Those that stood still inside the engine go on,
+        and their answers wait.
+        """
         self._check_updating()
         with self._phase("releasing"):
-            # Installed before it resumes: answers may come before this returns.
+            await stamp_weights(self._http, policy_version, self.in_flight)
+            # Installed before it goes on: answers may come before this returns.
             self._installed.append(str(policy_version))
-            await release_weights(self._http, policy_version, self.in_flight)
+            self._in_proof = policy_version
+            await self.wake_up("kv_cache")  # with this a sleeping engine already goes on
+            await resume(self._http)
+
+    def let_requests_in(self) -> None:
+        """Last step, once the caller trusts the weights: requests and answers go on."""
+        self._check_updating()
+        self._in_proof = None
         self._serving.set()
 
     async def update(
@@ -172,6 +200,7 @@ class VllmEngine:
         await self.load(init_info, payload)
         reports = await self.verify(expected)
         await self.release(policy_version)
+        self.let_requests_in()
         return reports
 
     async def adopt(self) -> int:

@@ -2,6 +2,7 @@
 
     pause -> start -> load everything -> finish -> compare digests
           -> forget cached prompts -> stamp the version -> check it -> resume
+          -> probe -> let requests in
 
 Whoever calls these keeps an engine that failed at any step from ever being used again.
 """
@@ -131,8 +132,8 @@ def compare_digests(label: str, found: Sequence[Digests], expected: Sequence[Dig
         )
 
 
-async def release_weights(http: EngineHttp, policy_version: int, in_flight: InFlight) -> None:
-    """Forget what was computed from old weights, stamp the new ones, check the stamp, resume.
+async def stamp_weights(http: EngineHttp, policy_version: int, in_flight: InFlight) -> None:
+    """Forget what was computed from old weights, stamp the new ones, and check the stamp.
 
     With `keep`, the requests that stood still lose their keys and values too and go on from a
     new pass over their tokens, so that the new weights alone decide on what follows.
@@ -152,6 +153,10 @@ async def release_weights(http: EngineHttp, policy_version: int, in_flight: InFl
             f"{http.label} serves weight version {found} after the update to version "
             f"{policy_version}; is another run using this engine?"
         )
+
+
+async def resume(http: EngineHttp) -> None:
+    """Have the engine go on with what stands still, and take new requests."""
     await http.send("POST", "/resume")
 
 

@@ -87,6 +87,7 @@ def bring_back(trainer: Trainer) -> None:
     expected = bridge.expected_digests()
     if trainer.rollouts is not None:
         trainer.rollouts.finish_update(expected)
+        trainer.rollouts.let_requests_in()
 
 
 def die_and_return(rank: int, world: int, scene: Scene, transport: tuple[str, ...]) -> None:

@@ -98,6 +98,7 @@ def test_an_update_is_proven_and_probed(driven: Driven) -> None:
     payload, digests = driven.publish(model)
     driven.start(payload)
     (probe,) = driven.driver.finish_update(digests)
+    driven.driver.let_requests_in()
     assert (probe.engine, probe.policy_version) == (0, driven.version)
     wanted = expected_logprobs(model, probe.prompt_token_ids, probe.response_token_ids, 1.0)
     assert (torch.tensor(probe.logprobs) - wanted).abs().max() <= PARITY
@@ -123,6 +124,7 @@ def test_an_engine_killed_inside_an_update_serves_nothing_until_it_has_the_curre
         driven.driver.collect(driven.version, driven.version)
     driven.driver.restart(0, driven.info, payload, driven.version)
     driven.driver.finish_update(digests)
+    driven.driver.let_requests_in()
     assert not set(driven.engine_processes()) & set(before)
     assert driven.served(model)
 

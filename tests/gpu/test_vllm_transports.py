@@ -98,6 +98,7 @@ def test_the_server_computes_what_was_sent(
             fleet.start_update([bridge.init_info(0)], payload, version)
             bridge.send(version)
             fleet.finish_update(bridge.expected_digests())
+            fleet.let_requests_in()
             bridge.acknowledged(version)
         request = GenerationRequest(
             prompt_token_ids=PROMPT, seed=0, temperature=1.0, top_p=1.0, top_k=-1,

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class Pair:
     def update(self, version: int) -> None:
         self.fleet.start_update(INFOS, PAYLOAD, version)
         self.fleet.finish_update(DIGESTS)
+        self.fleet.let_requests_in()
 
     def generate(self, *engines: int) -> list[GenerationResult]:
         async def ask() -> list[GenerationResult]:
@@ -100,6 +102,7 @@ def test_the_first_half_returns_while_the_engines_still_wait_for_weights(pair: P
     wait_for(lambda: all(server.paths[-1:] == ["/update_weights"] for server in pair.servers))
     sent.set()
     assert sorted(pair.fleet.finish_update(DIGESTS)) == [0, 1]
+    pair.fleet.let_requests_in()
     assert [result.policy_version for result in pair.generate(0, 1)] == [4, 4]
 
 
@@ -119,6 +122,7 @@ def test_weights_that_are_described_while_they_are_sent_reach_all_engines(pair: 
     for part in range(3):
         pair.fleet.deliver({"part": part})
     pair.fleet.finish_update(None)
+    pair.fleet.let_requests_in()
     for server in pair.servers:
         parts = [body for path, body in server.received if path == "/update_weights"]
         assert parts == [{"update_info": {"part": part}} for part in range(3)]
@@ -149,6 +153,28 @@ def test_no_engine_goes_on_before_all_are_proven(pair: Pair) -> None:
         assert "/update_weight_version" not in server.paths
 
 
+def test_proven_engines_answer_nothing_but_probes_before_requests_are_let_in(pair: Pair) -> None:
+    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    engines = pair.fleet.finish_update(DIGESTS)
+    request = pair.fleet._loop.submit(engines[1].generate(REQUEST))
+    assert pair.fleet.run(engines[1].probe(REQUEST)).policy_version == 4
+    assert not request.done()
+    pair.fleet.let_requests_in()
+    assert request.result(10).policy_version == 4
+    assert [server.paths.count(GENERATE) for server in pair.servers] == [0, 2]
+
+
+def test_closing_between_proof_and_letting_in_ends_the_requests_that_wait(pair: Pair) -> None:
+    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    engines = pair.fleet.finish_update(DIGESTS)
+    request = pair.fleet._loop.submit(engines[0].generate(REQUEST))
+    pair.fleet.run(engines[0].probe(REQUEST))
+    pair.fleet.close()
+    with pytest.raises((EngineError, CancelledError)):
+        request.result(10)
+    assert pair.servers[0].paths.count(GENERATE) == 1
+
+
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("failure", ["refuses", "dies"])
 def test_a_failure_of_one_engine_ends_the_use_of_both(pair: Pair, phase: str, failure: str) -> None:
@@ -176,6 +202,7 @@ def test_a_restarted_engine_gets_current_weights_before_its_first_request(pair: 
     others = len(pair.servers[0].received)
     pair.fleet.restart(1, INFOS[1], PAYLOAD, 3)
     assert list(pair.fleet.finish_update(DIGESTS)) == [1]
+    pair.fleet.let_requests_in()
     assert [result.policy_version for result in pair.generate(1, 0)] == [3, 3]
     fresh = pair.servers[1].paths[before:]
     assert fresh[0] == "/init_weight_transfer_engine"
@@ -227,6 +254,35 @@ def test_closing_inside_an_update_ends_it(pair: Pair) -> None:
     pair.fleet.start_update(INFOS, PAYLOAD, 4)
     pair.fleet.close()
     assert running.done()
+
+
+def gpu_run(*, nodes: int, data: int, **rollout: object) -> RunConfig:
+    config = make_config(rollout=rollout, parallel={"data": data, "nodes": nodes})
+    return config.model_copy(update={"device": "cuda"})
+
+
+@pytest.mark.parametrize(
+    ("config", "devices"),
+    [
+        (
+            gpu_run(nodes=1, data=4, engines=2, engine_tensor=2, placement="colocated"),
+            [(0, 1, 2, 3), (2, 3, 0, 1)],
+        ),
+        (
+            gpu_run(nodes=2, data=8, engines=4, placement="colocated"),
+            [(0, 1, 2, 3), (1, 2, 3, 0), (2, 3, 0, 1), (3, 0, 1, 2)],
+        ),
+        (
+            gpu_run(nodes=1, data=2, engines=2, engine_tensor=2, placement="disaggregated"),
+            [(2, 3), (4, 5)],
+        ),
+    ],
+)
+def test_engines_on_the_trainers_devices_see_all_of_them_and_their_own_first(
+    config: RunConfig, devices: list[tuple[int, ...]]
+) -> None:
+    servers = EngineFleet(config, "cuda")._servers
+    assert [server.options.visible_devices for server in servers] == devices
 
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")

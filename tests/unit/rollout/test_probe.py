@@ -49,7 +49,7 @@ class Answering(FakeEngine):
 
 
 def ask(engine: FakeEngine, config: RunConfig, prompt: tuple[int, ...] = (5, 6)) -> Probe:
-    return asyncio.run(probe_engine(engine, prompt, config, number=1))
+    return asyncio.run(probe_engine(engine.generate, prompt, config, number=1))
 
 
 def test_a_probe_samples_the_rollouts_own_distribution_and_never_stops_early() -> None:
@@ -71,7 +71,7 @@ def test_a_probe_is_no_longer_than_a_response() -> None:
 def test_engines_are_probed_with_seeds_of_their_own_that_later_updates_keep() -> None:
     engine, config = Answering(), make_config()
     for number in (0, 1, 0):
-        asyncio.run(probe_engine(engine, (5,), config, number=number))
+        asyncio.run(probe_engine(engine.generate, (5,), config, number=number))
     first, second, again = (request.seed for request in engine.requests)
     assert first == again != second
 

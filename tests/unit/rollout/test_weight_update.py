@@ -197,10 +197,89 @@ def test_a_request_that_comes_during_an_update_is_sent_after_it(server: Scripted
         assert GENERATE not in server.paths
         await engine.verify(DIGESTS)
         await engine.release(7)
+        await asyncio.sleep(0.01)
+        assert GENERATE not in server.paths
+        engine.let_requests_in()
         return (await request).policy_version
 
     assert talk(server, use) == 7
     assert server.paths == [*UPDATE_ORDER, GENERATE]
+
+
+def test_a_probe_is_answered_before_requests_are_let_in(server: ScriptedServer) -> None:
+    async def use(engine: VllmEngine) -> None:
+        await engine.load(INFO, PAYLOAD)
+        request = asyncio.create_task(engine.generate(REQUEST))
+        await engine.verify(DIGESTS)
+        await engine.release(7)
+        assert (await engine.probe(REQUEST)).version_spans == ((0, 7),)
+        assert server.paths.count(GENERATE) == 1
+        assert not request.done()
+        engine.let_requests_in()
+        assert (await request).policy_version == 7
+
+    talk(server, use)
+    assert server.paths.count(GENERATE) == 2
+
+
+def test_an_engine_without_weights_of_this_run_is_not_probed(server: ScriptedServer) -> None:
+    with pytest.raises(EngineError, match="has no weights of this run yet"):
+        talk(server, lambda engine: engine.probe(REQUEST), fresh=True)
+    assert server.paths == []
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_what_a_kept_request_samples_from_new_weights_waits_for_their_proof(
+    server: ScriptedServer, proven: bool
+) -> None:
+    server.seconds_per_token = 0.005
+    server.tokens, server.logprobs = [5] * 20, [-0.5] * 20
+
+    async def use(engine: VllmEngine) -> None:
+        await update(engine, 4)
+        kept = asyncio.create_task(engine.generate(REQUEST))
+        while not server.running:
+            await asyncio.sleep(0.001)
+        await engine.load(INFO, PAYLOAD)
+        await engine.verify(DIGESTS)
+        await engine.release(5)
+        await engine.probe(REQUEST)
+        assert server.running == 0
+        assert not kept.done()
+        if proven:
+            engine.let_requests_in()
+            assert [version for _, version in (await kept).version_spans] == [4, 5]
+        else:
+            engine.give_up("its probe differs")
+            with pytest.raises(EngineError, match="its probe differs"):
+                await kept
+
+    talk(server, use, in_flight="keep", fresh=True)
+
+
+def test_an_answer_of_old_weights_waits_for_no_proof_of_new_ones(server: ScriptedServer) -> None:
+    server.seconds_per_token = 0.005
+
+    async def use(engine: VllmEngine) -> int:
+        await update(engine, 4)
+        running = asyncio.create_task(engine.generate(REQUEST))
+        while not server.running:
+            await asyncio.sleep(0.001)
+        await engine.load(INFO, PAYLOAD)
+        return (await asyncio.wait_for(running, 4)).policy_version
+
+    assert talk(server, use, fresh=True) == 4
+
+
+def test_a_sleeping_engine_has_its_cache_before_it_goes_on_and_its_stamp_before_that(
+    server: ScriptedServer,
+) -> None:
+    async def use(engine: VllmEngine) -> None:
+        engine.sleep_mode = True
+        await update(engine)
+
+    talk(server, use, fresh=True)
+    assert server.paths == [*UPDATE_ORDER[:-1], "/wake_up?tags=kv_cache", RESUME]
 
 
 def test_requests_that_stand_still_in_a_failed_update_end_with_it(server: ScriptedServer) -> None:
@@ -226,6 +305,9 @@ def test_a_second_update_inside_one_is_refused(server: ScriptedServer) -> None:
             await engine.load(INFO, PAYLOAD)
         await engine.verify(None)
         await engine.release(4)
+        with pytest.raises(RuntimeError, match="already being updated"):
+            await engine.load(INFO, PAYLOAD)
+        engine.let_requests_in()
         assert (await engine.generate(REQUEST)).policy_version == 4
 
     talk(server, use)
