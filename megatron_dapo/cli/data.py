@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -40,6 +41,7 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
         default="drop",
         help="rows whose answer another row denies (default: drop)",
     )
+    _add_integer_answers(commands)
     decontaminate = _command(
         commands,
         "decontaminate",
@@ -56,6 +58,30 @@ def add_data_commands(parser: argparse.ArgumentParser) -> None:
     decontaminate.add_argument(
         "--least-share", type=float, default=0.5, help="of the n-grams of a question; default: 0.5"
     )
+
+
+def _add_integer_answers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = _command(
+        commands,
+        "integer-answers",
+        "rewrite problems through a language model so that answers are integers",
+        _integer_answers,
+        tokenizer=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, help=".parquet or .jsonl file")
+    parser.add_argument(
+        "--endpoint",
+        required=True,
+        help="OpenAI-compatible server: unix:/path or http://127.0.0.1:port",
+    )
+    parser.add_argument("--model", help="served name; default: the server's first")
+    parser.add_argument("--remote", action="store_true", help="allow a server elsewhere")
+    parser.add_argument("--api-key-variable", help="environment variable with the server's key")
+    parser.add_argument("--attempts", type=int, default=3, help="replies a row; default: 3")
+    parser.add_argument("--concurrency", type=int, default=64, help="rows at once; default: 64")
+    parser.add_argument("--temperature", type=float, default=0.7, help="default: 0.7")
+    parser.add_argument("--max-tokens", type=int, default=4096, help="of a reply; default: 4096")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling; default: 0")
 
 
 def _command(
@@ -149,6 +175,44 @@ def _prepare(options: argparse.Namespace) -> int:
     if prepared.contradictory:
         _say(f"left out as contradictory: {len(prepared.contradictory)} rows")
     _say(f"{options.out}: {prepared.written} rows; report {prepared.report_file}")
+    return 0
+
+
+def _integer_answers(options: argparse.Namespace) -> int:
+    from megatron_dapo.data.chat_endpoint import ChatEndpoint
+    from megatron_dapo.data.integer_answers import audit_path, integer_answers
+
+    async def rewrite() -> Mapping[str, int]:
+        path, config = _inputs(options)
+        endpoint = ChatEndpoint(
+            options.endpoint,
+            model=options.model,
+            remote=options.remote,
+            api_key_variable=options.api_key_variable,
+            temperature=options.temperature,
+            max_tokens=options.max_tokens,
+        )
+        async with endpoint as model:
+            return await integer_answers(
+                path,
+                options.out,
+                config,
+                model,
+                attempts=options.attempts,
+                concurrency=options.concurrency,
+                seed=options.seed,
+            )
+
+    try:
+        counts = asyncio.run(rewrite())
+    except ValueError as error:
+        raise _refused(error) from error
+    except RuntimeError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    for what, count in sorted(counts.items()):
+        _say(f"{count:8,} {what}")
+    _say(f"{options.out}; every row: {audit_path(options.out)}")
     return 0
 
 

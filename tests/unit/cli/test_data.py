@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.main import main
+from tests.unit.data.chat_server import completion, running_server
+from tests.unit.data.test_integer_answers import dice, good_reply
 
 GOOD = {"question": "1 + 1?", "answer": 2}
 COLUMNS = ["data.prompt_column=question", "answer_column=answer"]
@@ -83,3 +85,31 @@ def test_decontaminate_prints_pairs_and_writes_the_rest(
     assert "1 of 2 rows overlap" in shown
     assert "2 + 2?" in out.read_text()
     assert main([*words, bench]) == 78
+
+
+def test_integer_answers_rewrites_through_a_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = dice(7)
+    file, out = write(tmp_path / "rows.jsonl", row, {"prompt": "1?", "answer": 1}), "out.jsonl"
+    words = ["data", "integer-answers", file, "answer_column=answer", "--out", str(tmp_path / out)]
+    with running_server() as server:
+        server.answers = [(200, completion(good_reply(row["prompt"])))]
+        assert main([*words, "--endpoint", server.url]) == 0
+    shown = capsys.readouterr().out
+    assert "1 rewritten" in shown
+    assert "1 kept" in shown
+    assert main(["data", "check", str(tmp_path / out)]) == 0
+
+
+def test_integer_answers_says_when_the_server_is_gone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_dapo.data.chat_endpoint.FIRST_BACKOFF_SECONDS", 0.001)
+    file = write(tmp_path / "rows.jsonl", *dice(7))
+    words = ["data", "integer-answers", file, "answer_column=answer"]
+    words += ["--out", str(tmp_path / "out.jsonl"), "--endpoint"]
+    assert main([*words, "unix:/nowhere/socket"]) == 1
+    assert "see that the server runs" in capsys.readouterr().err
+    assert main([*words, "https://example.com"]) == 78
+    assert "--remote" in capsys.readouterr().err
