@@ -83,6 +83,7 @@ def bring_back(trainer: Trainer) -> None:
     bridge.rejoin(0)
     if trainer.rollouts is not None:
         trainer.rollouts.restart(0, bridge.init_info(0), bridge.payload(), version)
+    dist.barrier()  # a start of vLLM takes longer than a transfer may
     bridge.send(version, [0])
     expected = bridge.expected_digests()
     if trainer.rollouts is not None:

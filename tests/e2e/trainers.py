@@ -130,6 +130,7 @@ def opened_trainer(rank: int, world: int, scene: Scene, *overrides: str) -> Iter
     place = LaunchEnv(rank, world, rank, "", None, f"file://{meeting}")
     try:
         with open_trainer(config, place) as trainer:
+            dist.barrier()  # rank 0 has waited for its engines
             yield trainer
             dist.barrier()
     finally:
