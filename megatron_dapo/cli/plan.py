@@ -91,7 +91,8 @@ def _show_update(console: Console, config: RunConfig, plan: ReshardPlan) -> None
         f"buckets: {summary.num_buckets} of {config.resharding.bucket_mib} MiB; either side holds "
         f"at most two beside its model, {_gib(summary.memory_bound)} GiB",
         f"straight into the engines' parameters, but for {summary.loader_tensors} tensors that "
-        "travel whole, for vLLM's loader"
+        "travel whole to every engine rank, for vLLM's loader; an engine rank holds one module of "
+        f"them beside the two buckets, at most {_gib(summary.loader_module_bytes)} GiB"
         if summary.loader_tensors
         else "straight into the engines' parameters, all of them",
     ):

@@ -97,8 +97,8 @@ def _transport_problems(config: RunConfig) -> Iterator[str]:
     if transport in MEETS_ON_LOOPBACK and config.parallel.nodes > 1:
         yield (
             f"{seen}: trainers and engines meet on 127.0.0.1, which other machines do not reach, "
-            f"and parallel.nodes={config.parallel.nodes}. Use nccl, or files (run_dir must lie on "
-            "a shared file system)."
+            f"and parallel.nodes={config.parallel.nodes}. Use files (run_dir must lie on a shared "
+            "file system), or one machine."
         )
 
 

@@ -190,7 +190,8 @@ class RolloutConfig(Section):
     engine_dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """auto: `model.dtype`."""
     engine_quantization: Literal["fp8"] | None = None
-    """fp8: engines hold linear layers in e4m3 with a scale for each 128 x 128 block."""
+    """fp8: engines hold linear layers in e4m3 with a scale for each 128 x 128 block. Updates bring
+    each matrix whole, in bfloat16, to every rank of `engine_tensor`."""
     max_engine_tokens: PositiveInt | None = None
     """Longest prompt + response of the engine; default: the sum of both limits."""
     max_concurrent_sequences: PositiveInt = 256
@@ -222,7 +223,8 @@ class ReshardingConfig(Section):
     vllm_*: vLLM's own backends. auto: files on CPU; on GPU nccl for engines with their own
     devices, cuda_ipc for others on one machine, files in run_dir on several."""
     bucket_mib: PositiveInt = 512
-    """Weights under way at a time; either side holds at most two buckets beside the model."""
+    """Weights under way at a time; a transport holds at most two buckets beside the model on either
+    side. An engine also holds the module that its kernel repacks or vLLM's loader takes, whole."""
     timeout_seconds: PositiveInt = 600
     """Longest wait for the other side of a transfer."""
     verify_digests: bool = True

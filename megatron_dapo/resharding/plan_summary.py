@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
 from megatron_dapo.resharding.plan import ReshardPlan
@@ -25,9 +27,11 @@ class PlanSummary:
     num_buckets: int
     bucket_bytes: int
     memory_bound: int
-    """Two buckets: most that either side needs beside its model."""
+    """Two buckets: most that a transport holds beside the model, on either side."""
     loader_tensors: int
-    """Hugging Face tensors that travel whole, for vLLM's own loader."""
+    """Hugging Face tensors that travel whole to every tensor rank, for vLLM's own loader."""
+    loader_module_bytes: int
+    """Of the largest module that they fill: an engine rank holds it whole, beside two buckets."""
     bytes_by_sender: dict[int, int]
     """Global trainer rank -> bytes to all engines."""
     bytes_by_receiver: dict[int, int]
@@ -49,6 +53,20 @@ def summarize(plan: ReshardPlan) -> PlanSummary:
         bucket_bytes=plan.bucket_bytes,
         memory_bound=2 * plan.bucket_bytes,
         loader_tensors=len(plan.loader_tensors),
+        loader_module_bytes=_largest_loaded_module(plan),
         bytes_by_sender=plan.bytes_by_sender(),
         bytes_by_receiver=plan.bytes_by_receiver(),
     )
+
+
+def _largest_loaded_module(plan: ReshardPlan) -> int:
+    """Bytes of the tensors that vLLM's loader takes for one module, most of all modules."""
+    sizes: Counter[tuple[int | None, str]] = Counter()
+    for entry in plan.entries:
+        for name, _ in entry.rule.hf:
+            fused = plan.map.fused(name)
+            if plan.map.through_loader(fused):
+                module = fused.parameter.rpartition(".")[0]
+                numbers = math.prod(plan.map.shapes[name])
+                sizes[entry.layer, module] += numbers * plan.engine.item_bytes
+    return max(sizes.values(), default=0)

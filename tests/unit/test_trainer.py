@@ -158,3 +158,82 @@ def test_a_run_asked_to_stop_in_its_last_step_finishes(alone: Alone) -> None:
     trainer = diary(alone, every=0, stop_at=STEPS)
     assert trainer.run()
     assert trainer.notes[-2:] == [f"save {STEPS}", "finish"]
+
+
+@dataclass
+class Parts:
+    """Bridge and rollouts of one weight update, which note what they are asked for."""
+
+    notes: list[str] = field(default_factory=list)
+    directory: Path | None = None
+    staging_bytes: int = 0
+    update_reports: dict[int, list[object]] = field(default_factory=dict)
+
+    def prepare(self, version: int) -> dict[str, object]:
+        self.notes.append(f"prepare {version}")
+        return {}
+
+    def init_info(self, engine: int) -> dict[str, object]:
+        return {"replica": engine}
+
+    def start_update(self, infos: list[object], payload: object, version: int) -> None:
+        self.notes.append(f"start {version} on {len(infos)}")
+
+    def send(self, version: int) -> None:
+        self.notes.append(f"send {version}")
+
+    def expected_digests(self) -> list[dict[str, str]]:
+        return [{}]
+
+    def finish_update(self, expected: object) -> tuple[()]:
+        self.notes.append("finish")
+        return ()
+
+    def let_requests_in(self) -> None:
+        self.notes.append("let in")
+
+    def acknowledged(self, version: int) -> None:
+        self.notes.append(f"acknowledge {version}")
+
+
+@dataclass
+class Probing(Trainer):
+    """A trainer whose probes differ when told so."""
+
+    differs: bool = False
+
+    def _check_probes(self, probes: object) -> dict[str, float]:
+        self.rollouts.notes.append("probes")  # type: ignore[union-attr]
+        if self.differs:
+            raise RuntimeError("log-probs of its probe differ")
+        return {"rollout/probe_logprob_diff": 0.25}
+
+
+def probing(parts: Parts, *, differs: bool) -> Probing:
+    rest = dict.fromkeys(("hf_config", "parallel", "policy", "critic", "sinks", "skipped"))
+    return Probing(
+        config=make_config(rollout={"engines": 2}),
+        bridge=parts,  # type: ignore[arg-type]
+        rollouts=parts,  # type: ignore[arg-type]
+        policy_version=3,
+        differs=differs,
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+UPDATE = ["prepare 3", "start 3 on 2", "send 3", "finish", "probes"]
+
+
+def test_requests_are_let_in_once_the_probes_are_right() -> None:
+    parts = Parts()
+    metrics = probing(parts, differs=False).sync_weights()
+    assert parts.notes == [*UPDATE, "let in", "acknowledge 3"]
+    assert metrics["rollout/probe_logprob_diff"] == 0.25
+    assert metrics["weight_sync/published_bytes"] == 0.0
+
+
+def test_no_request_is_let_in_where_a_probe_differs() -> None:
+    parts = Parts()
+    with pytest.raises(RuntimeError, match="its probe differ"):
+        probing(parts, differs=True).sync_weights()
+    assert parts.notes == UPDATE

@@ -43,6 +43,16 @@ def test_the_32b_update_is_spelled_out(capsys: pytest.CaptureFixture[str]) -> No
     assert "0-63" in text and "64-127" in text
 
 
+def test_an_fp8_update_says_what_whole_matrices_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    fp8 = ("rollout.engine_quantization=fp8", "rollout.engine_tensor=2")
+    text = " ".join(plan(capsys, "examples/qwen3_30b_a3b/gspo.yaml", *fp8).split())
+    assert "1.979 of the lower bound" in text
+    assert "18624 tensors that travel whole to every engine rank" in text
+    assert "one module of them beside the two buckets, at most 1.125 GiB" in text
+    found = json.loads(plan(capsys, "examples/qwen3_30b_a3b/gspo.yaml", *fp8, "--json"))
+    assert found["loader_module_bytes"] == 128 * 3 * 2048 * 768 * 2
+
+
 def test_programs_get_the_bytes_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("examples/qwen3_30b_a3b/gspo.yaml", "resharding.bucket_mib=64", "--json")
     found = json.loads(plan(capsys, *arguments))
@@ -51,6 +61,7 @@ def test_programs_get_the_bytes_of_every_rank(capsys: pytest.CaptureFixture[str]
     assert sum(sent) == sum(received) == found["bytes_moved"] == found["lower_bound"]
     assert max(sent) <= 1.1 * min(sent)
     assert found["memory_bound"] == 2 * 64 * 2**20
+    assert found["loader_module_bytes"] == 0
     # Keys and values of 4 heads fit 4 ranks, so an engine owns each weight once; norms, their
     # copies for heads and the routers are on every rank.
     copied = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048

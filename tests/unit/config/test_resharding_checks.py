@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 
 from megatron_dapo.config import ConfigError, RunConfig, check_config
+from megatron_dapo.config.remarks import remarks
 from megatron_dapo.config.resharding_checks import chosen_transport
 from megatron_dapo.config.schema import ParallelConfig
 from tests.unit.config.runs import DENSE, MOE, make_config
@@ -74,6 +75,36 @@ BROKEN: list[tuple[str, RunConfig, Mapping[str, object]]] = [
             DENSE,
         )
         for name in ("cuda_ipc", "vllm_ipc")
+    ),
+    *(
+        (
+            f"resharding.transport={name}: trainers and engines meet on 127.0.0.1",
+            on_two_machines(
+                run(name, "cuda", placement="disaggregated", endpoints=("unix:/engine",))
+            ),
+            DENSE,
+        )
+        for name in ("vllm_nccl", "vllm_nccl_m2n")
+    ),
+    *(
+        (
+            f"resharding.probe_tokens=0: resharding.transport={name} brings no digests",
+            make_config(
+                resharding={"transport": name, "probe_tokens": 0, "verify_digests": digests},
+                rollout={"placement": placement},
+            ).model_copy(update={"device": "cuda"}),
+            DENSE,
+        )
+        for name, placement, digests in (
+            ("vllm_nccl", "disaggregated", True),
+            ("vllm_ipc", "colocated", False),
+            ("vllm_nccl_m2n", "disaggregated", True),
+        )
+    ),
+    (
+        "resharding.probe_tokens=0: with resharding.verify_digests=false nothing would show",
+        make_config(resharding={"probe_tokens": 0, "verify_digests": False}),
+        DENSE,
     ),
     ("rollout.engine_quantization=fp8: engines on CPU", run(device="cpu", **FP8), WIDE),
     (
@@ -155,6 +186,8 @@ def test_what_cannot_work_is_refused(
     [
         (run(), DENSE),
         (run("files", "cpu"), DENSE),
+        (make_config(resharding={"probe_tokens": 0}), DENSE),
+        (make_config(resharding={"verify_digests": False}), DENSE),
         (run("gloo", "cpu"), DENSE),
         (run("gloo"), DENSE),
         (run("files", "cuda"), DENSE),
@@ -191,3 +224,26 @@ def test_auto_takes_what_suits_device_and_placement(
     shared = "files" if transport == "cuda_ipc" else transport
     assert chosen_transport(several, device) == shared, "GPUs of other machines cannot be opened"
     assert chosen_transport(run("files", placement=placement), device) == "files"
+
+
+@pytest.mark.parametrize(
+    ("transport", "digests", "words"),
+    [
+        ("vllm_ipc", True, ["brings no digests", "sends pickled handles"]),
+        ("vllm_ipc", False, ["sends pickled handles"]),
+        ("vllm_nccl", True, ["brings no digests", "a port of 127.0.0.1 that asks nobody"]),
+        ("vllm_nccl_m2n", False, ["a port of 127.0.0.1 that asks nobody"]),
+        ("nccl", True, []),
+        ("cuda_ipc", True, []),
+        ("auto", False, []),
+    ],
+)
+def test_what_a_transport_of_vllm_leaves_unguarded_is_remarked_on(
+    transport: str, digests: bool, words: list[str]
+) -> None:
+    config = make_config(
+        resharding={"transport": transport, "verify_digests": digests},
+        data={"heldout": "h.jsonl"},
+    )
+    found = list(remarks(config))
+    assert [word in said for word, said in zip(words, found, strict=True)] == [True] * len(words)
