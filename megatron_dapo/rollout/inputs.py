@@ -1,4 +1,4 @@
-"""What rollouts are made from: prompts, tokenizer, stop tokens and the user's reward function."""
+"""What rollouts are made from: prompts, tokenizer and stop tokens; and graders that can start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Self
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.data.prompts import PromptSet
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer, stop_token_ids
-from megatron_dapo.reward.plugin import RewardFunction, load_plugin
+from megatron_dapo.reward.grader_pool import check_graders
+from megatron_dapo.reward.grader_process import GraderStartError
 from megatron_dapo.types import Prompt
 
 
@@ -21,7 +22,6 @@ class RolloutInputs:
     train: PromptSet
     heldout: tuple[Prompt, ...]
     """Of `data.heldout`, at most `evaluation.max_prompts`."""
-    plugin: RewardFunction | None
 
     @classmethod
     def read(cls, config: RunConfig) -> Self:
@@ -31,6 +31,7 @@ class RolloutInputs:
             ConfigError: a file, a row or the reward plug-in is not usable; the message names it.
         """
         try:
+            check_graders(config.reward)
             tokenizer = load_tokenizer(
                 config.model.tokenizer or config.model.path,
                 trust_remote_code=config.model.trust_remote_code,
@@ -43,7 +44,6 @@ class RolloutInputs:
                 stop_token_ids=stop_token_ids(config.model.path, tokenizer),
                 train=PromptSet.load(config.data.train, config.data, tokenizer),
                 heldout=heldout[: config.evaluation.max_prompts],
-                plugin=load_plugin(config.reward.plugin) if config.reward.plugin else None,
             )
-        except ValueError as error:
+        except (ValueError, GraderStartError) as error:
             raise ConfigError(str(error)) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -83,18 +84,20 @@ async def collect_groups(
     step: int,
     policy_version: int,
     stop_token_ids: Sequence[int],
+    grader_threads: int = 1,
 ) -> RolloutStep:
     """Groups of one step: exactly `rollout.prompts_per_step`, all of mixed accuracy.
 
     Rounds of prompts are sampled until enough groups are mixed; the first draws
     `sampling.prompts_per_round`, later ones what is missing divided by the share kept so far.
     Without `sampling.dynamic` one round is drawn and everything kept. Every response is graded
-    once, in a worker thread, while others are still being sampled.
+    once, in a thread, while others are still being sampled.
 
     Args:
         engines: replicas that all serve `policy_version`.
         take_prompts: the next n prompts of the data's order.
-        grade: accuracy and score of one response; not called for aborted ones.
+        grade: accuracy and score of one response; not called for aborted ones. From
+            `grader_threads` threads at once.
         decode: token ids to the text that `grade` reads.
         seed: of the run; with `step` it fixes every sample.
         stop_token_ids: each ends a response.
@@ -122,7 +125,7 @@ async def collect_groups(
     rounds: list[list[Group]] = []
     events = 0
     draw = (sampling.prompts_per_round if sampling.dynamic else None) or target
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="grader") as pool:
+    with ThreadPoolExecutor(grader_threads, thread_name_prefix="grader") as pool:
         grader = _Grader(grade, decode, pool)
         while True:
             prompts = take_prompts(draw)
@@ -180,27 +183,32 @@ async def generate_all(
 
 
 class _Grader:
-    """Decodes and grades in one thread beside the event loop, in the order of arrival."""
+    """Decodes and grades in threads beside the event loop, in the order of arrival."""
 
     def __init__(self, grade: Grade, decode: Decode, pool: ThreadPoolExecutor) -> None:
         self.seconds = 0.0
         self._grade = grade
         self._decode = decode
+        self._decoding = threading.Lock()
         self._pool = pool
 
     async def __call__(self, prompt: Prompt, response: Response) -> tuple[Response, Reward]:
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, self._work, prompt, response)
+        response, reward, seconds = await loop.run_in_executor(
+            self._pool, self._work, prompt, response
+        )
+        self.seconds += seconds
+        return response, reward
 
-    def _work(self, prompt: Prompt, response: Response) -> tuple[Response, Reward]:
+    def _work(self, prompt: Prompt, response: Response) -> tuple[Response, Reward, float]:
         started = time.perf_counter()
-        response = dataclasses.replace(response, text=self._decode(response.token_ids))
+        with self._decoding:  # not every tokenizer may be used from two threads
+            response = dataclasses.replace(response, text=self._decode(response.token_ids))
         if response.finish_reason == "abort":
             reward = Reward(accuracy=None, score=0.0)
         else:
             reward = self._grade(prompt, response)
-        self.seconds += time.perf_counter() - started
-        return response, reward
+        return response, reward, time.perf_counter() - started
 
 
 async def _sample_group(

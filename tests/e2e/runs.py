@@ -19,6 +19,7 @@ from megatron_dapo.config import RunConfig, load_config
 from megatron_dapo.config.load import RESOLVED_FILE
 from megatron_dapo.observability.run_files import METRICS_FILE, read_metrics
 from tests.conftest import REPOSITORY
+from tests.e2e.rewards import GRADED_FILE
 from tests.tiny_models import save_tiny_model
 
 VOCABULARY = 512
@@ -29,7 +30,11 @@ SECTIONS: dict[str, dict[str, object]] = {
     "training": {"steps": 2, "responses_per_update": 8, "tokens_per_micro_batch": 128},
     "optimizer": {"lr": 1e-3, "warmup_steps": 0},
     "rollout": {"prompts_per_step": 4, "group_size": 4, "max_response_tokens": 16},
-    "reward": {"plugin": "tests.e2e.rewards:even_ending", "overlong_buffer_tokens": 4},
+    "reward": {
+        "plugin": "tests.e2e.rewards:even_ending",
+        "plugin_environment": [GRADED_FILE],
+        "overlong_buffer_tokens": 4,
+    },
     "checkpoint": {"every": 0},
     "evaluation": {"every": 0, "samples_per_prompt": 2, "max_prompts": 6},
 }

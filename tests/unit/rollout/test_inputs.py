@@ -13,7 +13,6 @@ from megatron_dapo.rollout import inputs
 from megatron_dapo.rollout.inputs import RolloutInputs
 from tests.unit.config.runs import DENSE, write_run
 from tests.unit.data.word_tokenizer import WordTokenizer
-from tests.unit.reward import plugins
 
 ROW = json.dumps({"prompt": "1 + 1", "reward_model": {"ground_truth": "2"}})
 
@@ -43,7 +42,6 @@ def test_everything_is_read_once(tmp_path: Path) -> None:
     assert [prompt.text for prompt in found.train.prompts] == ["1 + 1"]
     assert [prompt.text for prompt in found.heldout] == ["1 + 1"]
     assert found.stop_token_ids == (0, 9)
-    assert found.plugin is plugins.echo
 
 
 BROKEN = [
@@ -52,6 +50,8 @@ BROKEN = [
     (("data.max_prompt_tokens=2",), ROW, "no prompt is left"),
     (("reward.plugin=no_such_module:grade",), ROW, "cannot import no_such_module"),
     (("reward.plugin=tests.unit.reward.plugins:absent",), ROW, "has no absent"),
+    (("reward.plugin=tests.unit.reward.bad_import:grade",), ROW, "ZeroDivisionError"),
+    (("reward.plugin=tests.unit.reward.fatal_import:grade",), ROW, "ended with code 3"),
 ]
 
 

@@ -1,0 +1,187 @@
+"""Reward functions that behave badly when the response asks for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from megatron_dapo.reward.plugin import RewardMeta
+
+
+def act(prompt: str, response: str, answer: str, meta: RewardMeta) -> float | dict[str, float]:
+    """What `response` names; 1.0 where it names nothing."""
+    deed, _, rest = response.partition(" ")
+    return DEEDS[deed](rest) if deed in DEEDS else 1.0
+
+
+def hang(_: str) -> float:
+    while True:
+        pass
+
+
+def sleep(seconds: str) -> float:
+    time.sleep(float(seconds))
+    return 1.0
+
+
+def tell_pid(seconds: str) -> dict[str, float]:
+    time.sleep(float(seconds))
+    return {"accuracy": 1.0, "pid": float(os.getpid())}
+
+
+def hang_in_c(_: str) -> float:
+    return float(9**9**9 > 0)
+
+
+def ignore_signals(_: str) -> float:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_IGN)
+    return hang("")
+
+
+def fork_and_return(_: str) -> float:
+    """Both processes come back from the call."""
+    os.fork()
+    return 1.0
+
+
+def leave_a_child(file: str) -> float:
+    """A grandchild in a session of its own, which writes its number and lives on; then hang."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            with open(file, "w") as out:
+                out.write(str(os.getpid()))
+            time.sleep(600)
+        os._exit(0)
+    while True:
+        time.sleep(0.01)
+
+
+def fork_for_ever(_: str) -> float:
+    while True:
+        if os.fork() == 0:
+            time.sleep(600)
+        time.sleep(0.001)
+
+
+def allocate(_: str) -> float:
+    return float(len(bytearray(100 << 30)))
+
+
+def allocate_slowly(_: str) -> float:
+    held = []
+    while True:
+        held.append(bytearray(1 << 20))
+
+
+def kill_itself(_: str) -> float:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def leave(_: str) -> float:
+    sys.exit(3)
+
+
+def exit_hard(_: str) -> float:
+    os._exit(0)
+
+
+def crash(_: str) -> float:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return 1.0
+
+
+def say(text: str) -> float:
+    """Everywhere: a reply must not be what is printed."""
+    sys.stdout.write(f'{{"id": 1, "value": true}} {text}\n')
+    os.write(1, b'{"id": 2, "value": {"": 5.0}}\n')
+    subprocess.run(["echo", "from a child"], check=True)
+    return 1.0
+
+
+def read_input(_: str) -> float:
+    return float(len(sys.stdin.read()))
+
+
+def forge(_: str) -> float:
+    """Write to whatever is open."""
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b'{"id": "x"}\n')
+        except OSError:
+            continue
+    return 1.0
+
+
+def connect(address: str) -> dict[str, float]:
+    """1 where a connection to `address` comes about."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+    except OSError:
+        return {"accuracy": 1.0, "connected": 0.0}
+    return {"accuracy": 1.0, "connected": 1.0}
+
+
+def look_for(text: str) -> dict[str, float]:
+    """1 where the environment, or that of a parent as /proc shows it, holds `text`."""
+    own = any(text in value for value in os.environ.values())
+    return {"accuracy": 1.0, "found": float(own)}
+
+
+def see(name: str) -> dict[str, float]:
+    return {"accuracy": 1.0, "seen": float(name in os.environ)}
+
+
+def imported(name: str) -> dict[str, float]:
+    return {"accuracy": 1.0, "imported": float(name in sys.modules)}
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def fail(kind: str) -> float:
+    if kind == "unprintable":
+        raise Unprintable
+    if kind == "interrupt":
+        raise KeyboardInterrupt
+    if kind == "deep":
+        return fail(kind)
+    raise ArithmeticError(f"cannot grade {kind} \udc80")
+
+
+DEEDS = {
+    function.__name__: function
+    for function in (
+        hang,
+        sleep,
+        tell_pid,
+        hang_in_c,
+        ignore_signals,
+        fork_and_return,
+        leave_a_child,
+        fork_for_ever,
+        allocate,
+        allocate_slowly,
+        kill_itself,
+        leave,
+        exit_hard,
+        crash,
+        say,
+        read_input,
+        forge,
+        connect,
+        look_for,
+        see,
+        imported,
+        fail,
+    )
+}
