@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 
@@ -41,7 +40,3 @@ class Buckets:
             end = stop_row if number == stop else self._rows[number]
             yield number, row, end
             number, row = number + 1, 0
-
-    def of(self, parameter: int, row: int) -> int:
-        """The bucket of one row."""
-        return bisect_right(self._starts, (parameter, row)) - 1

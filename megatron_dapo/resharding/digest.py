@@ -22,6 +22,8 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of a word -> the dtype that a word is read as."""
 CHUNK_WORDS = 32 * 1024
 """Words in flight: small enough for a processor's cache."""
+CHUNK_WORDS_CUDA = 4 * 2**20
+"""On a GPU: its kernels run longer than they take to launch, and scratch is 64 MiB at most."""
 
 _ROW_SEED = 0x243F6A8885A308D3
 _COLUMN_SEED = 0x13198A2E03707344
@@ -70,8 +72,9 @@ def box_digest(values: Tensor, *, row: int, col: int, word_bytes: int) -> Tensor
     row_factors = _factors(_ROW_SEED, row, rows, device)
     column_factors = _factors(_COLUMN_SEED, col_bytes // word_bytes, words, device)
     raw = (values if values.stride(1) == 1 else values.contiguous()).view(torch.uint8)
-    width = max(min(words, CHUNK_WORDS), 1)
-    height = CHUNK_WORDS // width
+    limit = CHUNK_WORDS_CUDA if values.is_cuda else CHUNK_WORDS
+    width = max(min(words, limit), 1)
+    height = max(min(limit // width, rows), 1)
     scratch = torch.empty(2, height * width, dtype=torch.int64, device=device)
     sums = torch.zeros(words, dtype=torch.int64, device=device)
     for left in range(0, words, width):

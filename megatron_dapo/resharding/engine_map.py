@@ -1,7 +1,7 @@
 """The engine's side of a plan: how vLLM fuses and cuts Hugging Face tensors.
 
-One declarative table a family, next to Megatron's in `name_map`. Adding a family means adding a
-table. Pure functions of a few sizes; vLLM itself is not imported.
+One declarative table a family, `ENGINE_FAMILIES`. A new family needs one here and one in
+`name_map`, Megatron's. Pure functions of a few sizes; vLLM itself is not imported.
 """
 
 from __future__ import annotations

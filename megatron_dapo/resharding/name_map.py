@@ -1,8 +1,8 @@
 """Megatron parameter names and Hugging Face tensor names: one table, read both ways.
 
-A model family is a tuple of rules; adding a family means adding a tuple. The tables also
-state the shape of every Hugging Face tensor, so that a folder can be checked before it is
-read and an export can be announced before it is sent.
+A model family is a tuple of rules. A new family needs one here, and vLLM's table in `engine_map`.
+The rules also state the shape of every Hugging Face tensor, so that a folder can be checked
+before it is read and an export can be announced before it is sent.
 """
 
 from __future__ import annotations

@@ -120,11 +120,6 @@ class ReshardPlan:
         """Trainer ranks that send to an engine rank in a bucket, ascending."""
         return tuple(self.message_sizes(bucket, receiver))
 
-    def receivers_of(self, bucket: int, sender: int) -> tuple[int, ...]:
-        """Engine ranks of the first replica that a trainer rank sends to in a bucket, ascending."""
-        found = {t.receiver for t in self._walk(bucket, range(self.engine.tensor), sender)}
-        return tuple(sorted(found))
-
     def parameters(self, receiver: int) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every engine parameter that is written directly, in family order."""
         return self.map.parameters(receiver % self.engine.tensor)

@@ -90,7 +90,7 @@ class _Search:
         if rest:
             names = {target: _last(target) for target in rest}
             self._check_rest(path, module, names, rest)
-            parts.append(self._rebuilt(module, names, rest))
+            parts.append(self._rebuilt(path, module, names, rest))
         return parts
 
     def _is_live(self, module: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
@@ -138,10 +138,14 @@ class _Search:
                 )
 
     def _rebuilt(
-        self, module: nn.Module, names: Mapping[str, str], targets: Mapping[str, tuple[int, ...]]
+        self,
+        path: str,
+        module: nn.Module,
+        names: Mapping[str, str],
+        targets: Mapping[str, tuple[int, ...]],
     ) -> Part:
         if self.reload is None:
-            return self._assembled(module, targets)
+            return self._assembled(path, targets)
         part = RebuiltPart(module, names, targets, self.model_config, self.reload)
         recorded = self.reload.info(module).restore_metadata[0]  # type: ignore[attr-defined]
         for target, name in names.items():
@@ -153,7 +157,7 @@ class _Search:
                 )
         return part
 
-    def _assembled(self, module: nn.Module, targets: Mapping[str, tuple[int, ...]]) -> Part:
+    def _assembled(self, path: str, targets: Mapping[str, tuple[int, ...]]) -> Part:
         """The same targets for vLLM's loader, as Hugging Face tensors."""
         placements = tuple(
             place
@@ -163,7 +167,7 @@ class _Search:
         full = self.plan.family.hf_tensors
         return LoaderPart(
             self.model,
-            module,
+            path,
             targets,
             self.dtype,
             self.device,
@@ -182,7 +186,7 @@ class _Search:
         for path, targets in by_module.items():
             yield LoaderPart(
                 self.model,
-                self.modules[path],
+                path,
                 targets,
                 self.dtype,
                 self.device,

@@ -119,7 +119,8 @@ class LoaderPart:
     """
 
     model: nn.Module
-    module: nn.Module
+    path: str
+    """Of the module in the model."""
     targets: Mapping[str, tuple[int, ...]]
     dtype: torch.dtype
     device: torch.device
@@ -138,13 +139,24 @@ class LoaderPart:
 
     def close(self) -> None:
         tensors = self._hf_tensors() if self.placements else self._tensors
-        initialize_layerwise_reload(self.module)
+        module = self.model.get_submodule(self.path)
+        initialize_layerwise_reload(module)
+        wanted = self._to_be_filled(module)
         loaded: set[str] = self.model.load_weights(self._named(tensors))  # type: ignore[operator]
-        finalize_layerwise_reload(self.module, self.model_config)
+        finalize_layerwise_reload(module, self.model_config)
         self._tensors = {}
-        if self.placements and (left := sorted(self.targets.keys() - loaded)):
-            raise RuntimeError(f"vLLM's loader did not fill {left[0]!r}")
-        repack_cpu_experts(self.module)
+        if left := sorted(wanted - loaded):
+            raise RuntimeError(
+                f"vLLM's loader did not fill {left[0]!r} and would go on with its old values; "
+                f"it was given {sorted(self.targets)}"
+            )
+        repack_cpu_experts(module)
+
+    def _to_be_filled(self, module: nn.Module) -> set[str]:
+        """Parameters in the layout of the checkpoint that the loader must report as loaded."""
+        if self.placements:
+            return set(self.targets)
+        return {f"{self.path}.{name}" for name, _ in module.named_parameters(recurse=False)}
 
     def _named(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Each tensor once, let go when the next is asked for."""

@@ -211,10 +211,13 @@ def test_nothing_has_digest_zero_and_hexadecimal_is_unsigned() -> None:
     assert as_hex(10) == "000000000000000a"
 
 
-def test_memory_beside_the_parameter_is_bounded() -> None:
-    """Factors of rows and columns, and a chunk or two."""
-    values = torch.zeros(2048, 1024, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("rows", "most"), [(2048, 4 * 8 * digest.CHUNK_WORDS), (4, 4 * 4 * 2048)], ids=["large", "norm"]
+)
+def test_memory_beside_the_parameter_is_bounded(rows: int, most: int) -> None:
+    """Factors of rows and columns, and a chunk or two; of a small parameter no whole chunk."""
+    values = torch.zeros(rows, 1024, dtype=torch.bfloat16)
     with torch.profiler.profile(profile_memory=True) as profile:
         parameter_digest(values, word_bytes=8)
     sizes = [event.self_cpu_memory_usage for event in profile.key_averages()]
-    assert max(sizes) < 4 * 8 * digest.CHUNK_WORDS
+    assert max(sizes) < most

@@ -87,15 +87,17 @@ class Model(nn.Module):
         self.name, self.parts = name, parts
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        filled = set()
         for name, tensor in weights:
             part, _, kind = name.rpartition(".")
+            filled.add(f"{self.name}.{kind}")
             parameter = dict(self.named_parameters())[f"{self.name}.{kind}"]
             shard = self.parts[part]
             if shard is None:
                 parameter.weight_loader(parameter, tensor)  # type: ignore[attr-defined]
             else:
                 parameter.weight_loader(parameter, tensor, shard)  # type: ignore[attr-defined]
-        return set()
+        return filled
 
 
 def loaded(model: Model, tensors: dict[str, Tensor]) -> nn.Module:
@@ -106,7 +108,7 @@ def loaded(model: Model, tensors: dict[str, Tensor]) -> nn.Module:
         parameter.data.fill_(1.0)
     part = LoaderPart(
         model,
-        layer,
+        model.name,
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
         torch.bfloat16,
         torch.device("cpu"),

@@ -49,6 +49,8 @@ class Model(nn.Module):
     def __init__(self, plan: ReshardPlan) -> None:
         super().__init__()
         self.given: dict[str, Tensor] = {}
+        self.ignored = ""
+        self.loaded_modules = loader_modules(plan)
         for name, shape in plan.parameters(0).items():
             self._add(name, torch.zeros(shape, dtype=torch.bfloat16))
         for path in set(loader_modules(plan).values()):
@@ -65,8 +67,10 @@ class Model(nn.Module):
         module.register_parameter(last, nn.Parameter(value, requires_grad=False))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        self.given |= {name: value.clone() for name, value in weights}
-        return set()
+        given = {name: value.clone() for name, value in weights}
+        self.given |= given
+        paths = {self.loaded_modules[name.removesuffix("_scale_inv")] for name in given}
+        return {f"{path}.weight" for path in paths} - {self.ignored}
 
 
 def plan_of(quantization: str | None) -> ReshardPlan:
@@ -142,6 +146,17 @@ def test_a_quantised_engine_gets_blocks_and_scales_through_its_loader() -> None:
     assert (report["loader"], report["rebuilt"]) == (20, 0)
     assert report["live"] == len(plan.parameters(0))
     assert weights.digests().keys() == set(plan.targets(0))
+
+
+def test_what_the_loader_of_a_quantised_engine_does_not_fill_ends_the_update() -> None:
+    plan = plan_of("fp8")
+    model = Model(plan)
+    model.ignored = "model.layers.1.self_attn.qkv_proj.weight"
+    tensors = {name: torch.zeros(shape) for name, shape in plan.family.hf_tensors.items()}
+    outboxes = outboxes_of(plan, tensors)
+    weights = PlannedWeights(plan, 0, parts_of(model, plan), InProcess(outboxes, 0))
+    with pytest.raises(RuntimeError, match=r"did not fill 'model\.layers\.1\.self_attn\.qkv_proj"):
+        weights.receive(new_payload(1, 1))
 
 
 def test_parameters_without_a_method_of_their_own_are_live() -> None:
