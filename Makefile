@@ -54,6 +54,7 @@ bench: install
 	$(BIN)/python benchmarks/loss_memory.py
 	$(BIN)/python benchmarks/loss_time.py
 	$(BIN)/python benchmarks/data_check.py
+	$(BIN)/python benchmarks/grading.py
 
 lint: install
 	$(BIN)/ruff check .

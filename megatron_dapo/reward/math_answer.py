@@ -102,10 +102,10 @@ def extract_answer(response: str, style: Style) -> str | None:
 
 def _answer_line(window: str) -> tuple[int, str] | None:
     """(start, text) of what follows the last "Answer:": its line, the next, or a display block."""
-    labels = list(_LABEL.finditer(window))
-    if not labels:
+    end = _last_label(window)
+    if end is None:
         return None
-    text = window[labels[-1].end() :].lstrip("*_` \t\r\n")
+    text = window[end:].lstrip("*_` \t\r\n")
     start = len(window) - len(text)
     for opening, closing in _DISPLAY:
         if text.startswith(opening):
@@ -114,6 +114,19 @@ def _answer_line(window: str) -> tuple[int, str] | None:
                 return start, text[: end + len(closing)]
     line = text.partition("\n")[0]
     return (start, line) if line else None
+
+
+def _last_label(window: str) -> int | None:
+    """Where the last "Answer:" ends. From behind where lower case has the same places."""
+    if not window.isascii():
+        labels = list(_LABEL.finditer(window))
+        return labels[-1].end() if labels else None
+    lowered, end = window.lower(), len(window)
+    while (start := lowered.rfind("answer", 0, end)) >= 0:
+        if label := _LABEL.match(window, start):
+            return label.end()
+        end = start
+    return None
 
 
 def _last_box(window: str) -> tuple[int, str] | None:

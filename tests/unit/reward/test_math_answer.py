@@ -277,6 +277,18 @@ def test_hostile_text_costs_little_time(text: str, style: str) -> None:
     assert min(seconds) < 0.1
 
 
+PIECES = ("answer", "Answer", ":", "ANSWER:", "**", " ", "\\boxed{", "}", "{", "7", "\n", "\uff1a")
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_the_last_label_is_the_same_from_behind(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    behind = text + "\u00e9"  # what is not ASCII is searched from the front
+    found, same = (extract_answer(t, "answer_line") for t in (text + "e", behind))
+    assert (found or "").removesuffix("e") == (same or "").removesuffix("\u00e9")
+
+
 def test_many_threads_grade_at_once() -> None:
     def grade(number: int) -> bool:
         assert threading.current_thread() is not threading.main_thread()
