@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Mapping
 
 from megatron_dapo.reward.plugin import RewardMeta
@@ -26,6 +29,17 @@ def half_right(prompt: str, response: str, answer: str, meta: RewardMeta) -> dic
 def describe(prompt: str, response: str, answer: str, meta: RewardMeta) -> float:
     assert (prompt, response, answer) == ("p text", "r text", "7")
     assert meta == RewardMeta("p1", "unit", 3, 2, 10, "stop")
+    return 1.0
+
+
+def fail_for_some(prompt: str, response: str, answer: str, meta: RewardMeta) -> float:
+    """Sample 0 raises, 1 hangs, 2 kills its process, the others are right."""
+    if meta.sample_index == 0:
+        raise ArithmeticError("cannot grade this")
+    if meta.sample_index == 1:
+        time.sleep(60)
+    if meta.sample_index == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
 
 
