@@ -173,8 +173,12 @@ def _answer(value: object, column: str) -> str:
 
 
 def normal_answer(text: str) -> str:
-    """Whole numbers without plus sign, leading zeros or ".0"; other answers stripped of blanks."""
-    text = text.strip()
+    """Whole numbers without plus sign, leading zeros or ".0"; other answers stripped of blanks.
+
+    Of a worked solution that ends in a line "#### 18", as GSM8K has them, the answer is 18.
+    """
+    _, mark, final = text.rpartition("\n#### ")
+    text = final.strip() if mark and "\n" not in final.strip() else text.strip()
     if whole := _WHOLE.fullmatch(text):
         digits = whole[2].lstrip("0") or "0"
         return f"-{digits}" if whole[1] == "-" and digits != "0" else digits

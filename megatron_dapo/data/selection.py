@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dapo.config.schema import DataConfig
+from megatron_dapo.data.answer_parser import AnswerError, parse_answer
+from megatron_dapo.data.exact_sum import ExactSum
 from megatron_dapo.data.prompt_format import format_prompt
 from megatron_dapo.data.question_key import question_key
 from megatron_dapo.data.rows import BadRow, Row, read_rows
@@ -222,5 +224,13 @@ def _contradictions(rows: Sequence[Row]) -> tuple[Contradiction, ...]:
     return tuple(
         Contradiction(tuple((answer, tuple(found)) for answer, found in answers.items()))
         for answers in lines.values()
-        if len(answers) > 1
+        if len(answers) > 1 and len({_value(answer) for answer in answers}) > 1
     )
+
+
+def _value(answer: str) -> ExactSum | str:
+    """What an answer says, so that 1/2 and 0.5 are no contradiction."""
+    try:
+        return parse_answer(answer).value
+    except AnswerError:
+        return answer

@@ -95,6 +95,8 @@ def test_both_answer_types_and_nested_columns_are_read(tmp_path: Path) -> None:
         ("-12.000", "-12"),
         ("14.", "14"),
         ("0.5", "0.5"),
+        ("16 - 3 = <<16-3=13>>13\n#### 013", "13"),
+        ("one\n#### two\nthree", "one\n#### two\nthree"),
         ("1,234", "1,234"),
         ("336^\\circ", "336^\\circ"),
         ("٣", "٣"),

@@ -63,6 +63,12 @@ def test_a_contradiction_names_every_line_of_every_answer(tmp_path: Path) -> Non
     assert found.lines == (1, 2, 4)
 
 
+def test_two_spellings_of_an_answer_are_no_contradiction(tmp_path: Path) -> None:
+    answers = ["1/2", "0.5", "\\frac{1}{2}"]
+    path = write(tmp_path, *({"prompt": f"x{'?' * i}", "answer": a} for i, a in enumerate(answers)))
+    assert select_rows(path, data_config(path)).report.contradictions == ()
+
+
 def test_lengths_are_measured_only_with_a_tokenizer(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "one two three", "answer": 1}, {"prompt": "one", "answer": 1})
     config = data_config(path, max_prompt_tokens=2)
@@ -91,3 +97,12 @@ def test_the_contradictions_of_the_dapo_set(shared_data: Path) -> None:
     assert {7061, 7081}.isdisjoint(contradictory)  # (2n - 1)/..., (2n + 1)/...
     assert {11436, 11412}.isdisjoint(contradictory)  # Chinese, another problem each
     assert {36, 180} <= contradictory
+
+
+def test_gsm8k_is_read_through_its_columns(shared_data: Path) -> None:
+    path = shared_data / "gsm8k_test.jsonl"
+    config = data_config(path, prompt_column="question")
+    selection = select_rows(path, config)
+    assert (selection.report.rows, selection.report.kept) == (1_319, 1_319)
+    assert selection.rows[0].row.answer == "18"
+    assert len(selection.report.text_answer_lines) < 20
