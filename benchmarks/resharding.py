@@ -44,10 +44,11 @@ from transformers import Qwen2Config
 
 from megatron_dapo.resharding.cuts import unfuse
 from megatron_dapo.resharding.files import FileSender
+from megatron_dapo.resharding.meeting import Meeting
 from megatron_dapo.resharding.messages import Outbox
 from megatron_dapo.resharding.name_map import Entry, family_for
 from megatron_dapo.resharding.plan import EngineLayout, ReshardPlan, TrainLayout, build_plan
-from megatron_dapo.resharding.point_to_point import Meeting, PointToPointSender
+from megatron_dapo.resharding.point_to_point import PointToPointSender
 from megatron_dapo.resharding.receive import PlannedWeights
 from megatron_dapo.resharding.receivers import open_receiver
 from megatron_dapo.resharding.train_map import blocks

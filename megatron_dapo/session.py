@@ -90,6 +90,7 @@ def open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer]
             hf_config,
             parallel,
             deliver=None if rollouts is None else rollouts.deliver,
+            failure=None if rollouts is None else rollouts.update_failure,
         )
         stack.callback(bridge.close)
         if rollouts is not None:

@@ -12,8 +12,12 @@ Every rank holds one `Bridge` and sends only what each engine rank needs. An upd
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -40,17 +44,28 @@ from megatron_dapo.resharding.layout import (
     local_parameters,
     source_parameters,
 )
+from megatron_dapo.resharding.meeting import Meeting
 from megatron_dapo.resharding.messages import Outbox
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import ReshardPlan, build_plan
-from megatron_dapo.resharding.point_to_point import Meeting, PointToPointSender
+from megatron_dapo.resharding.point_to_point import PointToPointSender
 from megatron_dapo.resharding.private_directory import SHARED_MEMORY, PrivateDirectory
 from megatron_dapo.resharding.train_map import TrainLayout
-from megatron_dapo.resharding.transport import InitInfo, Sender, UpdatePayload, new_payload
+from megatron_dapo.resharding.transport import (
+    FAILURES,
+    POLL_SECONDS,
+    EngineFailure,
+    InitInfo,
+    Sender,
+    UpdatePayload,
+    new_payload,
+)
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
+GRACE_SECONDS = 5.0
+"""In which an engine that left a transfer says why."""
 LEADER = 0
 """Global rank that makes the directory and talks to the engines."""
 
@@ -74,11 +89,13 @@ class Bridge:
         timeout: timedelta,
         verify_digests: bool = True,
         owned: PrivateDirectory | None = None,
+        failure: EngineFailure | None = None,
     ) -> None:
         self.plan, self.transport, self.directory = plan, transport, directory
         self.outbox = Outbox(plan, parallel.rank, sources, with_digests=verify_digests)
         self._parallel, self._timeout, self._owned = parallel, timeout, owned
         self._verify_digests = verify_digests
+        self._failure = failure
         self._version = -1
         device = next(iter(sources.values())).device if sources else torch.device("cpu")
         self._sender = self._open_sender(device)
@@ -92,6 +109,7 @@ class Bridge:
         parallel: ParallelContext,
         *,
         directory: Path | None = None,
+        failure: EngineFailure | None = None,
     ) -> Bridge:
         """The bridge of this run's settings. Collective; no weights move yet.
 
@@ -99,6 +117,7 @@ class Bridge:
             chunks: this rank's model chunks, unwrapped.
             directory: a private directory is made in it, that trainers and engines must all see.
                 None: shared memory on one machine, `run_dir` on several.
+            failure: on rank 0: what an engine has failed with; asked while sending.
 
         Raises:
             ValueError: a parameter that the name tables do not know, or layouts that cannot meet.
@@ -128,6 +147,7 @@ class Bridge:
             timeout=timedelta(seconds=settings.timeout_seconds),
             verify_digests=settings.verify_digests,
             owned=owned,
+            failure=failure,
         )
 
     def _open_sender(self, device: torch.device) -> Sender:
@@ -188,30 +208,69 @@ class Bridge:
 
         Raises:
             RuntimeError: on all ranks, if an engine did not come to one or did not take its
-                messages within the timeout; the message names it. The next `payload` names a new
+                messages within the timeout, or failed; the message names it. Rank 0 raises what
+                the engine itself said, where it said anything. The next `payload` names a new
                 place to meet all these engines.
         """
         if version != self._version:
             raise RuntimeError(f"version {version} is to be sent, {self._version} was prepared")
-        chosen = range(self.plan.engine.replicas) if engines is None else engines
+        chosen = tuple(range(self.plan.engine.replicas) if engines is None else engines)
         if self.transport != "files":
             self.outbox.start()
-        failure: RuntimeError | None = None
+        failure: Exception | None = None
         try:
-            self._sender.send(version, self.outbox, tuple(chosen))
-        except RuntimeError as error:
+            with self._calling_off(chosen):
+                self._sender.send(version, self.outbox, chosen)
+        except FAILURES as error:
             failure = error
             clear_frames(error.__traceback__)  # what they hold would keep connections open
-            self._sender.rejoin(tuple(chosen))  # closes connections: nobody waits for this rank
+            self._sender.call_off(chosen, f"trainer rank {self._parallel.rank} failed: {error}")
+            self._sender.rejoin(chosen)  # closes connections: nobody waits for this rank
         failed = self._numbers_of_ranks(int(failure is not None))
+        if failed and (said := self._said_by_an_engine()) is not None:
+            if failure is None:
+                self._sender.rejoin(chosen)
+            raise said from failure
         if failure is not None:
             raise failure
         if failed:
-            self._sender.rejoin(tuple(chosen))
+            self._sender.rejoin(chosen)
             raise RuntimeError(
                 f"trainer rank {next(iter(failed))} could not send weights {version} to the "
                 "engines; its log says to which"
             )
+
+    @contextmanager
+    def _calling_off(self, engines: tuple[int, ...]) -> Iterator[None]:
+        """Meanwhile nobody waits for these engines once one of them has failed."""
+        failure = self._failure
+        if failure is None:
+            yield
+            return
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(POLL_SECONDS):
+                if (said := failure()) is not None:
+                    self._sender.call_off(engines, str(said))
+                    return
+
+        thread = threading.Thread(target=watch, name="engines that fail", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def _said_by_an_engine(self) -> BaseException | None:
+        """Why an engine failed, by its own words: they may come after its connections went."""
+        if self._failure is None:
+            return None
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (said := self._failure()) is None and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return said
 
     def rejoin(self, engine: int) -> None:
         """An engine has been restarted: `payload` names a new place to meet it. Local."""
@@ -234,7 +293,7 @@ class Bridge:
             mine = self.outbox.partial_digests(worker)
             parts += [mine.get(name, 0) for name in names[worker]]
         sums = torch.tensor(parts, dtype=torch.int64)
-        self._all_reduce(sums, dist.ReduceOp.SUM)
+        dist.all_reduce(sums, group=self._parallel.control_group)
         if self._parallel.rank != LEADER:
             return None
         values = iter(sums.tolist())
@@ -255,28 +314,45 @@ class Bridge:
         """Most memory that this rank held beside model and published files, so far."""
         return self._sender.staging_bytes
 
-    def _agree(self, failure: OSError | None) -> None:
+    def _agree(self, failure: Exception | None) -> None:
         """Raise on all ranks what failed on one; otherwise go on when all have come here."""
-        failed = self._numbers_of_ranks(0 if failure is None else failure.errno or -1)
-        if failed:
-            causes = ", ".join(f"rank {r}: {os.strerror(max(n, 0))}" for r, n in failed.items())
-            raise RuntimeError(
-                f"weights could not be written to {self.directory} ({causes}). It must hold two "
-                f"versions of {self.plan.bytes_moved // self.plan.engine.replicas} bytes; enlarge "
-                "it, or use another resharding.transport"
-            ) from failure
+        failed = self._numbers_of_ranks(_error_number(failure))
+        if failure is not None and not isinstance(failure, OSError):
+            raise failure
+        if not failed:
+            return
+        causes = ", ".join(f"rank {r}: {_error_text(number)}" for r, number in failed.items())
+        room = (
+            f". It must hold two versions of {self.plan.bytes_moved // self.plan.engine.replicas} "
+            "bytes; enlarge it, or use another resharding.transport"
+        )
+        raise RuntimeError(
+            f"weights could not be written to {self.directory} ({causes})"
+            + (room if errno.ENOSPC in failed.values() else "")
+        ) from failure
 
     def _numbers_of_ranks(self, mine: int) -> dict[int, int]:
-        """Rank -> its number, of all whose number is not 0; on every rank, once all are here."""
+        """Rank -> its number, of all whose number is not 0; on every rank, once all are here.
+
+        A rank may send for long, so this waits as long as the control group does; the launcher
+        ends the run when one has died.
+        """
         numbers = torch.zeros(self._parallel.world_size, dtype=torch.int64)
         numbers[self._parallel.rank] = mine
-        self._all_reduce(numbers, dist.ReduceOp.SUM)
+        dist.all_reduce(numbers, group=self._parallel.control_group)
         return {rank: number for rank, number in enumerate(numbers.tolist()) if number}
 
-    def _all_reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
-        work = dist.all_reduce(values, operation, group=self._parallel.control_group, async_op=True)
-        assert work is not None, "an asynchronous collective has a handle"
-        work.wait(self._timeout)
+
+def _error_number(failure: Exception | None) -> int:
+    """For the other ranks: 0 without one, an errno, or -1: something else."""
+    if failure is None:
+        return 0
+    number = failure.errno if isinstance(failure, OSError) else None
+    return number or -1
+
+
+def _error_text(number: int) -> str:
+    return os.strerror(number) if number > 0 else "its log says why"
 
 
 def share_directory(

@@ -1,14 +1,15 @@
 """Messages through CUDA IPC: for engines whose workers share a machine with the trainers.
 
 A trainer rank packs a batch of messages into one of two staging buffers on its device and says so;
-workers map the buffers once an update and read their messages where they lie; a buffer is packed
-again when all its readers have gone on. Handles and these short notes travel as JSON through a
-file in the run's private directory. Nothing is pickled.
+workers map the buffers once and read their messages where they lie; a buffer is packed again when
+all its readers have gone on. Buffers and mappings are kept from update to update. Handles and these
+short notes travel as JSON through a file in the run's private directory. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -19,8 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.resharding.messages import Message, Outbox
-from megatron_dapo.resharding.transport import UpdatePayload, member_name
+from megatron_dapo.resharding.messages import Message, Outbox, fill
+from megatron_dapo.resharding.transport import (
+    CALLED_OFF,
+    UpdatePayload,
+    member_name,
+    open_store,
+    wait_for_notes,
+)
 
 if TYPE_CHECKING:
     from megatron_dapo.resharding.plan import ReshardPlan
@@ -57,9 +64,9 @@ def device_uuid(index: int) -> str:
 
 
 def export_buffer(buffer: Tensor) -> str:
-    """A CUDA buffer as JSON that another process of the machine can map.
+    """A CUDA buffer as JSON that one other process of the machine can map, once.
 
-    The buffer must live until all who mapped it are done.
+    Torch counts its users by export. The buffer must live until who mapped it is done.
     """
     _, *fields = buffer.untyped_storage()._share_cuda_()
     note: dict[str, str | int] = {"device": device_uuid(buffer.device.index)}
@@ -106,8 +113,7 @@ class NoteBoard:
 
     def open(self) -> dist.FileStore:
         """The board; whoever comes first makes it."""
-        path = self.directory / f"notes_{self.replica}_{self.generation}"
-        store = dist.FileStore(str(path), self.trainers + self.workers)
+        store = open_store(self.directory / f"notes_{self.replica}_{self.generation}")
         store.set_timeout(self.timeout)
         return store
 
@@ -115,11 +121,12 @@ class NoteBoard:
         """A note, once it is there.
 
         Raises:
-            RuntimeError: it is not within the timeout; the message says `what` did not happen.
+            RuntimeError: it is not within the timeout; the message says `what` did not happen. Or
+                the transfer was called off.
         """
         try:
-            store.wait([key], self.timeout)
-        except RuntimeError as error:
+            wait_for_notes(store, [key], self.timeout)
+        except TimeoutError as error:
             raise RuntimeError(
                 f"{what} within {self.timeout.total_seconds():g} s (resharding.timeout_seconds)"
             ) from error
@@ -140,7 +147,8 @@ class CudaIpcSender:
     Args:
         boards: one for each engine.
         device: this rank's.
-        bucket_bytes: of the plan; two staging buffers of at most this size exist while sending.
+        bucket_bytes: of the plan; two staging buffers of at most this size exist from the first
+            update on.
 
     Raises:
         RuntimeError: there is no CUDA device.
@@ -153,6 +161,9 @@ class CudaIpcSender:
         self._boards = list(boards)
         self._rank, self._device, self._bucket_bytes = rank, device, bucket_bytes
         self._stores: dict[int, dist.FileStore] = {}
+        self._slots: list[Tensor] = []
+        self._shared: set[tuple[int, int, int]] = set()
+        """(engine, slot, worker) of every export."""
         self._sent: set[int] = set()
         self.staging_bytes = 0
 
@@ -175,14 +186,9 @@ class CudaIpcSender:
             if engine not in self._stores:
                 self._stores[engine] = self._boards[engine].open()
         batches = outbox.batches(self._bucket_bytes)
-        room = max((place(batch)[-1] for batch in batches), default=0)
-        slots = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in batches[:2]]
-        self.staging_bytes = max(self.staging_bytes, room * len(slots))
+        slots = self._share(batches, engines)
         self._sent.add(version)
         prefix = f"{version}_{self._rank}"
-        for engine in engines:
-            for number, slot in enumerate(slots):
-                self._stores[engine].set(f"buffer_{prefix}_{number}", export_buffer(slot))
         for number, batch in enumerate(batches):
             if number >= len(slots):
                 self._wait_until_read(prefix, number - 2, batches, engines)
@@ -194,6 +200,25 @@ class CudaIpcSender:
                 self._stores[engine].set(f"ready_{prefix}_{number}", "1")
         for number in range(max(len(batches) - 2, 0), len(batches)):
             self._wait_until_read(prefix, number, batches, engines)
+
+    def _share(
+        self, batches: Sequence[Sequence[Message]], engines: tuple[int, ...]
+    ) -> list[Tensor]:
+        """Two buffers with room for any batch, each exported once to every worker that reads it."""
+        if not self._slots:
+            room = max((place(batch)[-1] for batch in batches), default=0)
+            self._slots = [
+                torch.empty(room, dtype=torch.uint8, device=self._device) for _ in batches[:2]
+            ]
+            self.staging_bytes = room * len(self._slots)
+        readers = {(n % 2, m.receiver) for n, batch in enumerate(batches) for m in batch}
+        for engine in engines:
+            for slot, worker in sorted(readers):
+                if (engine, slot, worker) not in self._shared:
+                    note = export_buffer(self._slots[slot])
+                    self._stores[engine].set(f"buffer_{self._rank}_{slot}_{worker}", note)
+                    self._shared.add((engine, slot, worker))
+        return self._slots
 
     def _wait_until_read(
         self,
@@ -212,10 +237,16 @@ class CudaIpcSender:
                     f"{who} did not read bucket {message.bucket} of the new weights",
                 )
 
+    def call_off(self, engines: tuple[int, ...], reason: str) -> None:
+        """All who wait on the boards of these engines stop."""
+        for engine in engines:
+            self._boards[engine].open().set(CALLED_OFF, reason)
+
     def rejoin(self, engines: tuple[int, ...]) -> None:
         """Leave the boards of these engines; the next payload names new ones."""
         for engine in engines:
             self._stores.pop(engine, None)
+            self._shared = {export for export in self._shared if export[0] != engine}
             old = self._boards[engine]
             self._boards[engine] = replace(old, generation=old.generation + 1)
 
@@ -223,8 +254,10 @@ class CudaIpcSender:
         """Nothing is kept of any version."""
 
     def close(self) -> None:
-        """Leave all boards."""
+        """Leave all boards and let go of the buffers."""
         self._stores.clear()
+        self._shared.clear()
+        self._slots.clear()
 
 
 class CudaIpcReceiver:
@@ -246,7 +279,11 @@ class CudaIpcReceiver:
         self._plan, self._board, self._receiver, self._device = plan, board, receiver, device
         self._store: dist.FileStore | None = None
         self._version = -1
-        self._places: dict[int, dict[int, tuple[int, int, int]]] = {}
+        self._places: dict[tuple[int, int], tuple[int, int, int]] = {}
+        self._walked = 0
+        """Buckets whose places are known."""
+        self._batches: Counter[int] = Counter()
+        """Of each sender in them."""
         self._buffers: dict[tuple[int, int], Tensor] = {}
         self._unread: str | None = None
         self.staging_bytes = 0
@@ -256,6 +293,7 @@ class CudaIpcReceiver:
         self.end()
         generation = payload["generations"][self._board.replica]
         if self._store is None or generation != self._board.generation:
+            self._buffers.clear()  # they may be another process's by now
             self._board = replace(self._board, generation=generation)
             self._store = self._board.open()
         self._version = payload["policy_version"]
@@ -275,7 +313,9 @@ class CudaIpcReceiver:
         slot = number % 2
         if (sender, slot) not in self._buffers:
             note = self._board.read(
-                self._store, f"buffer_{prefix}_{slot}", f"{who} did not share its buffers"
+                self._store,
+                f"buffer_{sender}_{slot}_{self._receiver}",
+                f"{who} did not share its buffers",
             )
             self._buffers[sender, slot] = map_buffer(note, who)
         message = self._buffers[sender, slot][start : start + size]
@@ -287,17 +327,26 @@ class CudaIpcReceiver:
 
     def _place(self, bucket: int, sender: int) -> tuple[int, int, int]:
         """(batch of the sender, start, bytes) of the message, as the sender computes them."""
-        if sender not in self._places:
-            outbox = Outbox(self._plan, sender, {})
-            self._places[sender] = {
-                message.bucket: (number, start, message.num_bytes)
-                for number, batch in enumerate(outbox.batches(self._plan.bucket_bytes))
-                for message, start in zip(batch, place(batch)[:-1], strict=True)
-                if message.receiver == self._receiver
-            }
-        if bucket not in self._places[sender]:
+        while self._walked <= min(bucket, self._plan.num_buckets - 1):
+            self._walk(self._walked)
+            self._walked += 1
+        if (bucket, sender) not in self._places:
             raise RuntimeError(f"the plan has no message of bucket {bucket} of rank {sender}")
-        return self._places[sender][bucket]
+        return self._places[bucket, sender]
+
+    def _walk(self, bucket: int) -> None:
+        """Note where this worker's messages of the next bucket lie, from their sizes alone."""
+        messages: dict[int, list[Message]] = defaultdict(list)
+        for receiver in range(self._board.workers):
+            for sender, size in self._plan.message_sizes(bucket, receiver).items():
+                messages[sender].append(Message(bucket, receiver, size, ()))
+        for sender, found in messages.items():
+            for batch in fill(found, self._plan.bucket_bytes):
+                number = self._batches[sender]
+                self._batches[sender] += 1
+                for message, start in zip(batch, place(batch)[:-1], strict=True):
+                    if message.receiver == self._receiver:
+                        self._places[bucket, sender] = (number, start, message.num_bytes)
 
     def _release(self) -> None:
         """Say that the last message has been used, after the device has."""
@@ -307,11 +356,11 @@ class CudaIpcReceiver:
         self._unread = None
 
     def end(self) -> None:
-        """Let go of the trainers' buffers."""
+        """The last message has been used; the trainers' buffers stay mapped."""
         self._release()
-        self._buffers.clear()
 
     def close(self) -> None:
-        """Leave the board."""
+        """Leave the board and let go of the trainers' buffers."""
         self.end()
+        self._buffers.clear()
         self._store = None

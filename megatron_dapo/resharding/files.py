@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_dapo.resharding.messages import Outbox
-from megatron_dapo.resharding.transport import UpdatePayload
+from megatron_dapo.resharding.transport import FAILURES, UpdatePayload
 
 if TYPE_CHECKING:
     from megatron_dapo.resharding.plan import ReshardPlan
@@ -55,7 +55,7 @@ class FileSender:
     """Parameters are copied into the files and nowhere else."""
 
     def __init__(
-        self, directory: Path, commit: Callable[[OSError | None], None], *, leads: bool
+        self, directory: Path, commit: Callable[[Exception | None], None], *, leads: bool
     ) -> None:
         self._directory, self._commit, self._leads = directory, commit, leads
         self._unfinished: Path | None = None
@@ -68,24 +68,23 @@ class FileSender:
         """
         final = version_folder(self._directory, version)
         unfinished = final.with_suffix(".tmp")
-        failure: OSError | None = None
-        try:
-            for folder in (unfinished, final) if self._leads else ():
+
+        def make_room() -> None:
+            for folder in (unfinished, final):
                 shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-            if self._leads:
-                unfinished.mkdir()
-        except OSError as error:
-            failure = error
-        self._commit(failure)
+            unfinished.mkdir()
+
+        self._together(make_room if self._leads else None)
+        self._together(lambda: write_messages(unfinished, version, outbox))
+        self._together((lambda: unfinished.rename(final)) if self._leads else None)
+
+    def _together(self, work: Callable[[], object] | None) -> None:
+        """Do this rank's part of a step, and go on once all ranks have done theirs."""
+        failure: Exception | None = None
         try:
-            write_messages(unfinished, version, outbox)
-        except OSError as error:
-            failure = error
-        self._commit(failure)
-        try:
-            if self._leads:
-                unfinished.rename(final)
-        except OSError as error:
+            if work is not None:
+                work()
+        except FAILURES as error:
             failure = error
         self._commit(failure)
 
@@ -95,6 +94,9 @@ class FileSender:
 
     def send(self, version: int, outbox: Outbox, engines: tuple[int, ...]) -> None:
         """Nothing: engines read the files on their own."""
+
+    def call_off(self, engines: tuple[int, ...], reason: str) -> None:
+        """Nothing: nobody waits."""
 
     def rejoin(self, engines: tuple[int, ...]) -> None:
         """Nothing: the files are still there."""
@@ -188,6 +190,8 @@ class FileReceiver:
         self._directory = directory.resolve()
         self._folder: Path | None = None
         self._version = -1
+        self._open = ExitStack()
+        self._files: dict[int, tuple[safe_open, frozenset[str]]] = {}
         self.staging_bytes = 0
         """Most memory of the device that messages took; mapped files are the page cache's."""
 
@@ -198,6 +202,7 @@ class FileReceiver:
             ValueError: the payload names a folder outside the directory.
             RuntimeError: a file of it is missing, cut short, or of another plan or version.
         """
+        self.end()
         folder = Path(payload["folder"]).resolve()
         if folder.parent != self._directory:
             raise ValueError(
@@ -212,16 +217,12 @@ class FileReceiver:
             raise RuntimeError("receive before begin: no version was announced")
         path = self._folder / file_name(sender, self._receiver)
         wanted = self._plan.message_bytes(bucket, sender, self._receiver)
-        if not path.is_file():
-            raise RuntimeError(
-                f"bucket {bucket} of trainer rank {sender} is missing: there is no {path.name} in "
-                f"{self._folder}"
-            )
         name = f"bucket_{bucket}"
         try:
-            with safe_open(path, framework="pt", device="cpu") as file:
-                self._check_origin(path, file.metadata())
-                values = file.get_tensor(name) if name in set(file.keys()) else None
+            if sender not in self._files:
+                self._files[sender] = self._open_file(path, bucket, sender)
+            file, names = self._files[sender]
+            values = file.get_tensor(name) if name in names else None
         except SafetensorError as error:
             raise RuntimeError(
                 f"bucket {bucket} of trainer rank {sender} cannot be read: {path.name} in "
@@ -239,6 +240,17 @@ class FileReceiver:
             self.staging_bytes = max(self.staging_bytes, wanted)
         return values
 
+    def _open_file(self, path: Path, bucket: int, sender: int) -> tuple[safe_open, frozenset[str]]:
+        """A sender's file of the version, open until the end of the update; what is in it."""
+        if not path.is_file():
+            raise RuntimeError(
+                f"bucket {bucket} of trainer rank {sender} is missing: there is no {path.name} in "
+                f"{self._folder}"
+            )
+        file = self._open.enter_context(safe_open(path, framework="pt", device="cpu"))
+        self._check_origin(path, file.metadata())
+        return file, frozenset(file.keys())
+
     def _check_origin(self, path: Path, metadata: Mapping[str, str] | None) -> None:
         origin = metadata or {}
         wanted = {"policy_version": str(self._version), "plan": self._plan.fingerprint}
@@ -250,8 +262,11 @@ class FileReceiver:
                 )
 
     def end(self) -> None:
-        """Forget the version."""
+        """Forget the version and close its files."""
         self._folder = None
+        self._files.clear()
+        self._open.close()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close what is open."""
+        self.end()

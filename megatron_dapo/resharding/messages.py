@@ -116,7 +116,7 @@ class Outbox:
     def batches(self, limit: int) -> list[list[Message]]:
         """Runs of messages of one bucket with at most `limit` bytes together (or one message)."""
         buckets = groupby(self, key=lambda message: message.bucket)
-        return [batch for _, messages in buckets for batch in _fill(messages, limit)]
+        return [batch for _, messages in buckets for batch in fill(messages, limit)]
 
     def start(self) -> None:
         """Forget the digests of the last version."""
@@ -152,10 +152,12 @@ class Outbox:
 
     def partial_digests(self, receiver: int) -> dict[str, int]:
         """Target of the plan -> this rank's part of its digest (int64), of all packed messages."""
-        return {name: int(value) for name, value in self._digests[receiver].items()}
+        found = self._digests[receiver]
+        values = torch.stack(list(found.values())).tolist() if found else []  # one copy from a GPU
+        return dict(zip(found, values, strict=True))
 
 
-def _fill(messages: Iterable[Message], limit: int) -> Iterator[list[Message]]:
+def fill(messages: Iterable[Message], limit: int) -> Iterator[list[Message]]:
     """Runs of messages of at most `limit` bytes together; a larger message stands alone."""
     batch: list[Message] = []
     filled = 0

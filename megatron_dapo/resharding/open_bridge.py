@@ -14,6 +14,7 @@ from megatron_dapo.device import current
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.bridge import Bridge
 from megatron_dapo.resharding.free_space import check_free_space
+from megatron_dapo.resharding.transport import EngineFailure
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -65,12 +66,15 @@ def open_bridge(
     parallel: ParallelContext,
     *,
     deliver: Callable[[Mapping[str, object]], None] | None = None,
+    failure: EngineFailure | None = None,
 ) -> WeightBridge:
     """The bridge of this run's settings. Collective; no weights move yet.
 
     Args:
         chunks: this rank's model chunks, unwrapped.
         deliver: on rank 0: posts one more `update_info` to all engines of the open update.
+        failure: on rank 0: what an engine of the open update has failed with, None so far; asked
+            while weights are sent, so that nobody waits for an engine that refused.
 
     Raises:
         ValueError: a parameter that the name tables do not know, layouts that cannot meet, or a
@@ -80,10 +84,10 @@ def open_bridge(
     kind: Literal["cpu", "cuda"] = "cuda" if current().type == "cuda" else "cpu"
     transport = chosen_transport(config, kind)
     if transport not in ("vllm_nccl", "vllm_ipc", "vllm_nccl_m2n"):
-        bridge = Bridge.open(config, chunks, hf_config, parallel)
+        bridge = Bridge.open(config, chunks, hf_config, parallel, failure=failure)
         if transport == "files":
             check_free_space(bridge.directory, bridge.plan)
         return bridge
     from megatron_dapo.resharding.vllm_bridge import VllmBridge
 
-    return VllmBridge.open(config, chunks, hf_config, parallel, deliver=deliver)
+    return VllmBridge.open(config, chunks, hf_config, parallel, deliver=deliver, failure=failure)

@@ -1,114 +1,32 @@
 """Messages point to point: gloo for CPU tensors, NCCL for CUDA tensors.
 
-Trainer ranks and the workers of one engine form a process group, trainers first. They meet
-through a file in the run's private directory, so that no port is opened for that and nothing is
-pickled; each engine has its own group, so that one that dies takes no other along. The next batch
+Trainer ranks and the workers of one engine form a process group (`meeting`), trainers first; each
+engine has its own group, so that one that dies takes no other along. The next batch
 of messages is packed while the last one travels: a rank holds at most two buckets.
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.resharding.meeting import Meeting, first_line
 from megatron_dapo.resharding.messages import Message, Outbox
-from megatron_dapo.resharding.transport import UpdatePayload, member_name
+from megatron_dapo.resharding.transport import UpdatePayload
 
 if TYPE_CHECKING:
     from megatron_dapo.resharding.plan import ReshardPlan
 
-LOOPBACK = "127.0.0.1"
 MAGIC = 0x4D44_4150_4F57
 HEADER_BYTES = 32
 """Before each message: magic number, version, bucket, trainer rank; int64."""
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where the trainers and the workers of one engine find each other."""
-
-    directory: Path
-    replica: int
-    generation: int
-    trainers: int
-    workers: int
-    backend: str
-    """gloo or nccl."""
-    timeout: timedelta
-
-    @property
-    def path(self) -> Path:
-        return self.directory / f"group_{self.replica}_{self.generation}"
-
-    def name(self, rank: int) -> str:
-        """How errors call a member."""
-        return member_name(rank, self.trainers, self.replica)
-
-    def join(self, rank: int) -> dist.ProcessGroup:
-        """The group, once all members are there. Each member calls it.
-
-        Raises:
-            RuntimeError: members that did not come within the timeout, by name.
-        """
-        size = self.trainers + self.workers
-        store = dist.FileStore(str(self.path), size)
-        store.set_timeout(self.timeout)
-        store.set(f"here_{rank}", "1")
-        keys = [f"here_{member}" for member in range(size)]
-        try:
-            store.wait(keys, self.timeout)
-        except RuntimeError as error:
-            missing = [self.name(m) for m, key in enumerate(keys) if not store.check([key])]
-            raise RuntimeError(
-                f"{', '.join(missing)} did not join the transfer of weights within "
-                f"{self.timeout.total_seconds():g} s (resharding.timeout_seconds); look at the log "
-                "of that process"
-            ) from error
-        return self._group(dist.PrefixStore("group", store), rank, size)
-
-    def _group(self, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-        if self.backend == "nccl":
-            if not dist.is_nccl_available():
-                raise RuntimeError(
-                    "resharding.transport=nccl: this build of torch has no NCCL. Use gloo or files"
-                )
-            from torch.distributed import ProcessGroupNCCL
-
-            nccl = ProcessGroupNCCL.Options()
-            nccl._timeout = self.timeout
-            return ProcessGroupNCCL(store, rank, size, nccl)  # type: ignore[return-value]
-        gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        gloo._timeout = self.timeout
-        gloo._devices = [_gloo_device()]
-        try:
-            return dist.ProcessGroupGloo(store, rank, size, gloo)  # type: ignore[return-value]
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self.name(rank)} could not connect to trainers and workers of engine "
-                f"{self.replica}: {first_line(error)}"
-            ) from error
-
-
-def _gloo_device() -> dist.ProcessGroupGloo.Device:
-    """The interface that the environment names; else loopback, which no other machine reaches."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
-    return dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
-
-
-def first_line(error: BaseException) -> str:
-    """What happened, without advice of the library below."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 @dataclass
@@ -121,7 +39,7 @@ class _InFlight:
         while self.works:
             work, message, meeting = self.works.pop(0)
             try:
-                work.wait(meeting.timeout)
+                meeting.finish(work)
             except RuntimeError as error:
                 del work  # it would keep the connections open that tell the others
                 self.works.clear()
@@ -165,7 +83,7 @@ class PointToPointSender:
         """
         for engine in engines:
             if engine not in self._groups:
-                self._groups[engine] = self._meetings[engine].join(self._rank)
+                self._groups[engine] = self._meetings[engine].join(self._rank, self._device)
         batches = outbox.batches(self._bucket_bytes)
         room = max((framed_bytes(m.num_bytes for m in batch) for batch in batches), default=0)
         slots = [torch.empty(room, dtype=torch.uint8, device=self._device) for _ in batches[:2]]
@@ -189,7 +107,7 @@ class PointToPointSender:
         slot: Tensor,
         engines: tuple[int, ...],
     ) -> _InFlight:
-        started = _InFlight([])
+        framed_messages: list[Tensor] = []
         offset = 0
         for message in batch:
             framed = slot[offset : offset + framed_bytes([message.num_bytes])]
@@ -198,25 +116,44 @@ class PointToPointSender:
             framed[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(header))
             whole = framed[: HEADER_BYTES + message.num_bytes]
             outbox.pack(message, whole[HEADER_BYTES:])
-            for engine in engines:
-                meeting = self._meetings[engine]
-                to = meeting.trainers + message.receiver
-                try:
-                    started.works.append(
-                        (self._groups[engine].send([whole], to, message.bucket), message, meeting)
-                    )
-                except RuntimeError as error:
-                    started.works.clear()
-                    raise RuntimeError(
-                        f"{meeting.name(to)} cannot be sent bucket {message.bucket} of the new "
-                        f"weights: {first_line(error)}"
-                    ) from error
+            framed_messages.append(whole)
+        started = _InFlight([])
+        for engine in engines:
+            meeting = self._meetings[engine]
+            calls = [
+                partial(self._send, engine, message, whole)
+                for message, whole in zip(batch, framed_messages, strict=True)
+            ]
+            try:
+                works = meeting.post(self._groups[engine], calls)
+            except RuntimeError:
+                started.works.clear()
+                raise
+            started.works += [
+                (work, message, meeting) for work, message in zip(works, batch, strict=True)
+            ]
         return started
+
+    def _send(self, engine: int, message: Message, whole: Tensor) -> dist.Work:
+        meeting = self._meetings[engine]
+        to = meeting.trainers + message.receiver
+        try:
+            return self._groups[engine].send([whole], to, message.bucket)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{meeting.name(to)} cannot be sent bucket {message.bucket} of the new weights: "
+                f"{first_line(error)}"
+            ) from error
+
+    def call_off(self, engines: tuple[int, ...], reason: str) -> None:
+        """All who wait for a member of these engines' groups stop."""
+        for engine in engines:
+            self._meetings[engine].call_off(reason)
 
     def rejoin(self, engines: tuple[int, ...]) -> None:
         """Leave the groups of these engines; the next payload names new ones."""
         for engine in engines:
-            self._groups.pop(engine, None)
+            self._leave(engine)
             old = self._meetings[engine]
             self._meetings[engine] = replace(old, generation=old.generation + 1)
 
@@ -225,7 +162,12 @@ class PointToPointSender:
 
     def close(self) -> None:
         """Leave all groups."""
-        self._groups.clear()
+        for engine in list(self._groups):
+            self._leave(engine)
+
+    def _leave(self, engine: int) -> None:
+        if engine in self._groups:
+            self._meetings[engine].leave(self._groups.pop(engine))
 
 
 def framed_bytes(sizes: Iterable[int]) -> int:
@@ -270,9 +212,10 @@ class PointToPointReceiver:
         self.end()
         generation = payload["generations"][self._meeting.replica]
         if self._group is None or generation != self._meeting.generation:
-            self._group = None
+            self._leave()
             self._meeting = replace(self._meeting, generation=generation)
-            self._group = self._meeting.join(self._meeting.trainers + self._receiver)
+            rank = self._meeting.trainers + self._receiver
+            self._group = self._meeting.join(rank, self._device)
         self._version = payload["policy_version"]
         room = max((framed_bytes(sizes.values()) for sizes in self._sizes), default=0)
         self._slots = [
@@ -285,15 +228,22 @@ class PointToPointReceiver:
     def _ask_for(self, bucket: int) -> None:
         assert self._group is not None, "begin joins before it asks"
         slot, offset = self._slots[bucket % 2], 0
+        messages: list[tuple[int, Tensor]] = []
         for sender, size in self._sizes[bucket].items():
-            whole = slot[offset : offset + HEADER_BYTES + size]
+            messages.append((sender, slot[offset : offset + HEADER_BYTES + size]))
             offset += framed_bytes([size])
-            try:
-                work = self._group.recv([whole], sender, bucket)
-            except RuntimeError as error:
-                raise self._lost(bucket, sender, error) from error
+        calls = [partial(self._recv, bucket, sender, whole) for sender, whole in messages]
+        works = self._meeting.post(self._group, calls)
+        for (sender, whole), work in zip(messages, works, strict=True):
             self._expected.append((bucket, sender, whole, work))
         self._asked = bucket + 1
+
+    def _recv(self, bucket: int, sender: int, whole: Tensor) -> dist.Work:
+        assert self._group is not None, "begin joins before it asks"
+        try:
+            return self._group.recv([whole], sender, bucket)
+        except RuntimeError as error:
+            raise self._lost(bucket, sender, error) from error
 
     def receive(self, bucket: int, sender: int) -> Tensor:
         """One message: a view of a staging buffer."""
@@ -309,7 +259,7 @@ class PointToPointReceiver:
             self._ask_for(self._asked)  # into the slot of the bucket before, which is done with
         _, _, whole, work = self._expected.popleft()
         try:
-            work.wait(self._meeting.timeout)
+            self._meeting.finish(work)
         except RuntimeError as error:
             raise self._lost(bucket, sender, error) from error
         finally:
@@ -339,9 +289,11 @@ class PointToPointReceiver:
     def _leave(self) -> None:
         """Close all connections, so that the others do not wait for this worker."""
         self._expected.clear()
+        if self._group is not None:
+            self._meeting.leave(self._group)
         self._group = None
 
     def close(self) -> None:
         """Leave the group."""
         self.end()
-        self._group = None
+        self._leave()

@@ -9,8 +9,9 @@ import torch
 
 from megatron_dapo.resharding.cuda_ipc import CudaIpcReceiver, NoteBoard
 from megatron_dapo.resharding.files import FileReceiver
+from megatron_dapo.resharding.meeting import Meeting
 from megatron_dapo.resharding.plan import ReshardPlan
-from megatron_dapo.resharding.point_to_point import Meeting, PointToPointReceiver
+from megatron_dapo.resharding.point_to_point import PointToPointReceiver
 from megatron_dapo.resharding.transport import InitInfo, Receiver
 
 

@@ -8,12 +8,29 @@ loader travel in messages too, in boxes that make up the whole tensor on every e
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
+import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron_dapo.resharding.messages import Outbox
+
+
+FAILURES = (OSError, RuntimeError, ValueError, MemoryError)
+"""What packing and moving messages may raise on one rank, and all ranks must learn of."""
+
+
+CALLED_OFF = "called_off"
+"""Note in the store of an engine and the trainers: why nobody needs to wait for the others."""
+POLL_SECONDS = 0.2
+"""Between two looks for that note, and for an engine that has failed."""
+EngineFailure = Callable[[], BaseException | None]
+"""On rank 0: what an engine of the open update has failed with; None: nothing so far."""
 
 
 class InitInfo(TypedDict):
@@ -57,6 +74,9 @@ class Sender(Protocol):
 
     def send(self, version: int, outbox: Outbox, engines: tuple[int, ...]) -> None:
         """Hand all messages to these engines; they are in `update_weights` meanwhile."""
+
+    def call_off(self, engines: tuple[int, ...], reason: str) -> None:
+        """Nobody waits any more for a transfer to one of these engines. From any thread."""
 
     def rejoin(self, engines: tuple[int, ...]) -> None:
         """These engines have restarted: meet them anew."""
@@ -110,3 +130,41 @@ def member_name(rank: int, trainers: int, replica: int) -> str:
     if rank < trainers:
         return f"trainer rank {rank}"
     return f"rank {rank - trainers} of engine {replica}"
+
+
+def open_store(path: Path) -> dist.FileStore:
+    """Notes between the trainers and the workers of one engine; whoever comes first makes it.
+
+    It goes with its directory, not with its members: one that comes late must find the notes.
+    """
+    return dist.FileStore(str(path))
+
+
+def reason_to_stop(store: dist.Store) -> str | None:
+    """Why the transfer was called off; None: it was not."""
+    return store.get(CALLED_OFF).decode() if store.check([CALLED_OFF]) else None
+
+
+def wait_for_notes(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> None:
+    """Return once all notes are there.
+
+    Raises:
+        TimeoutError: they are not within the timeout.
+        RuntimeError: the transfer was called off; the message says why.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        if (reason := reason_to_stop(store)) is not None:
+            raise called_off(reason)
+        left = min(deadline - time.monotonic(), POLL_SECONDS)
+        try:
+            store.wait(list(keys), timedelta(seconds=max(left, 0.001)))
+            return
+        except RuntimeError as error:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"not within {timeout.total_seconds():g} s") from error
+
+
+def called_off(reason: str) -> RuntimeError:
+    """How every member says it."""
+    return RuntimeError(f"the transfer of weights was called off: {reason}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 from transformers import PretrainedConfig
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
@@ -36,6 +38,7 @@ from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
 from megatron_dapo.resharding.messages import DTYPES
 from megatron_dapo.resharding.name_map import family_for
+from megatron_dapo.resharding.transport import POLL_SECONDS, EngineFailure
 from megatron_dapo.resharding.vllm_client import Deliver, ToldEngines
 from megatron_dapo.resharding.vllm_source import PolicyShards, PolicySource
 
@@ -75,6 +78,7 @@ class VllmBridge:
         engines: number of engines.
         buffer_bytes: of a packed buffer.
         deliver: on rank 0; needed for ipc, whose update says what was not known before.
+        failure: on rank 0: what an engine has failed with; asked while sending.
     """
 
     directory = None
@@ -91,10 +95,12 @@ class VllmBridge:
         buffer_bytes: int,
         timeout: timedelta,
         deliver: Deliver | None = None,
+        failure: EngineFailure | None = None,
     ) -> None:
         self.backend, self.source = backend, source
         self._parallel, self._timeout, self._deliver = parallel, timeout, deliver
         self._workers, self._buffer_bytes = workers, buffer_bytes
+        self._failure = failure
         self._everyone = tuple(range(engines))
         self._meetings: dict[int, Meeting] = {}
         self._senders: dict[Meeting, TrainerWeightTransferEngine] = {}
@@ -110,6 +116,7 @@ class VllmBridge:
         parallel: ParallelContext,
         *,
         deliver: Deliver | None,
+        failure: EngineFailure | None = None,
     ) -> VllmBridge:
         """The bridge of this run's settings. Collective; no weights move yet.
 
@@ -143,6 +150,7 @@ class VllmBridge:
             buffer_bytes=half,
             timeout=timedelta(seconds=config.resharding.timeout_seconds),
             deliver=deliver,
+            failure=failure,
         )
 
     def init_info(self, engine: int) -> dict[str, object]:
@@ -177,8 +185,9 @@ class VllmBridge:
         """Hand the weights to these engines (default all), which are in `update_weights` meanwhile.
 
         Raises:
-            RuntimeError: vLLM's engine failed, or it is not done within the timeout: it waits for
-                ever for an engine that is gone. The process can then only end.
+            RuntimeError: on all ranks, if vLLM's engine failed on one, or is not done within the
+                timeout: it waits for ever for an engine that is gone. The process can then only
+                end; so rank 0 does not wait for the others to raise what an engine itself said.
         """
         if version != self._version:
             raise RuntimeError(f"version {version} is to be sent, {self._version} was prepared")
@@ -186,7 +195,21 @@ class VllmBridge:
         for meeting in dict.fromkeys(self._meetings[engine] for engine in chosen):
             port = {"port": torch.tensor(meeting.port)} if self._leads else None
             shared = broadcast_tensors(port, src_rank=LEADER, group=self._parallel.control_group)
-            _within(self._timeout, partial(self._transfer, meeting, int(shared["port"])))
+            transfer = partial(self._transfer, meeting, int(shared["port"]))
+            self._agree(_within(self._timeout, transfer, self._failure))
+
+    def _agree(self, failure: RuntimeError | None) -> None:
+        """Raise on all ranks what failed on one; collective over the control group."""
+        failed = torch.zeros(self._parallel.world_size, dtype=torch.int64)
+        failed[self._parallel.rank] = failure is not None
+        dist.all_reduce(failed, group=self._parallel.control_group)
+        if failure is not None:
+            raise failure
+        if failed.any():
+            ranks = failed.nonzero().flatten().tolist()
+            raise RuntimeError(
+                f"vLLM's weight transfer failed on trainer ranks {ranks}; their logs say why"
+            )
 
     def rejoin(self, engine: int) -> None:
         """An engine has been restarted: until the next `prepare` it has a group of its own."""
@@ -301,11 +324,16 @@ class VllmBridge:
         )
 
 
-def _within(timeout: timedelta, work: Callable[[], None]) -> None:
+def _within(
+    timeout: timedelta, work: Callable[[], None], engine_failure: EngineFailure | None
+) -> RuntimeError | None:
     """Run it in a thread of its own, because nothing ends an NCCL call whose peer is gone.
 
+    Returns:
+        What went wrong; where it takes longer, it is left running.
+
     Raises:
-        RuntimeError: it takes longer; it is left running.
+        BaseException: what an engine failed with meanwhile; the work is left running.
     """
     device = current()  # a new thread would start on the first one
     outcome: list[BaseException | None] = []
@@ -321,14 +349,21 @@ def _within(timeout: timedelta, work: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=run, name="weight transfer of vLLM", daemon=True)
     thread.start()
-    thread.join(timeout.total_seconds())
+    deadline = time.monotonic() + timeout.total_seconds()
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, POLL_SECONDS))
+        if engine_failure is not None and (said := engine_failure()) is not None:
+            raise said
     if not outcome:
-        raise RuntimeError(
+        return RuntimeError(
             f"vLLM's weight transfer is not done after {timeout.total_seconds():g} s "
             "(resharding.timeout_seconds): an engine did not come, or died"
         )
     if outcome[0] is not None:
-        raise RuntimeError(f"vLLM's weight transfer failed: {outcome[0]}") from outcome[0]
+        failure = RuntimeError(f"vLLM's weight transfer failed: {outcome[0]}")
+        failure.__cause__ = outcome[0]
+        return failure
+    return None
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

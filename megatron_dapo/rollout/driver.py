@@ -180,6 +180,10 @@ class RolloutDriver:
         """
         self._fleet.deliver(payload)
 
+    def update_failure(self) -> BaseException | None:
+        """Between the halves, from any thread: what an engine has failed with so far."""
+        return self._fleet.update_failure()
+
     def finish_update(self, expected_digests: Sequence[Digests] | None) -> tuple[Probe, ...]:
         """Second half: wait for the weights, prove them, let the engines go on, and probe each.
 

@@ -164,6 +164,13 @@ class EngineFleet:
         engines = [self.engines[index] for index in self._update.engines]
         self.run(self._deliver(engines, payload))
 
+    def update_failure(self) -> BaseException | None:
+        """What an engine of the open update has failed with so far. From any thread."""
+        update = self._update
+        if update is None or not update.loading.done() or update.loading.cancelled():
+            return None
+        return update.loading.exception()
+
     def finish_update(self, expected: Sequence[Digests] | None) -> dict[int, VllmEngine]:
         """Second half: wait for the weights, prove them, and only then let any engine go on.
 

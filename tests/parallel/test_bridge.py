@@ -88,6 +88,8 @@ class _Run:
     bridge: Bridge
     workers: list[list[PlainWorker]]
     pool: ThreadPoolExecutor
+    said: list[RuntimeError]
+    """What an engine answers to the rollouts on rank 0."""
 
     def take(self, payload: UpdatePayload, engines: range = range(REPLICAS)) -> list[Future[None]]:
         """Every worker of these engines starts to receive."""
@@ -117,9 +119,11 @@ def _running(config: RunConfig, parent: Path) -> Iterator[_Run]:
     parallel = ParallelContext.create(config.parallel, seed=1)
     chunks = build_chunks(config, hf_config, parallel)
     load_hf_weights(chunks, hf_config, config.model.path, parallel)
-    bridge = Bridge.open(config, chunks, hf_config, parallel, directory=parent)
+    said: list[RuntimeError] = []
+    failure = (lambda: said[0] if said else None) if parallel.rank == 0 else None
+    bridge = Bridge.open(config, chunks, hf_config, parallel, directory=parent, failure=failure)
     with ThreadPoolExecutor(ENGINE_TENSOR * REPLICAS) as pool:
-        run = _Run(config, hf_config, parallel, bridge, [], pool)
+        run = _Run(config, hf_config, parallel, bridge, [], pool, said)
         if parallel.rank == 0:
             run.workers = [run.start_engine(engine) for engine in range(REPLICAS)]
         yield run
@@ -225,6 +229,56 @@ def _a_dead_engine_ends_the_update_on_every_rank_that_waits_for_it(folder: Path)
         _assert_holds_the_folder(run, run.sync(3))
 
 
+def _an_engine_that_refuses_is_heard_on_every_rank_at_once(folder: Path) -> None:
+    config = _config(folder, ParallelConfig(tensor=2), "gloo")
+    with _running(config, folder.parent) as run:
+        payload = run.bridge.prepare(1)
+        receiving = run.take(payload, range(1))  # and engine 1 never comes
+        refusal = RuntimeError("rollout engine 1 answered 400: it has another plan")
+        run.said.append(refusal)
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="engine 1 answered 400") as caught:
+            run.bridge.send(1)
+        assert time.monotonic() - started < 0.5 * TIMEOUT
+        assert (caught.value is refusal) == (run.parallel.rank == 0)
+        assert all(isinstance(future.exception(), RuntimeError) for future in receiving)
+        run.said.clear()
+        _assert_holds_the_folder(run, run.sync(2))
+
+
+def _a_rank_that_is_done_waits_for_one_that_writes_for_long(folder: Path) -> None:
+    config = _config(folder, ParallelConfig(tensor=2), "files")
+    short = config.resharding.model_copy(update={"timeout_seconds": 1})
+    config = config.model_copy(update={"resharding": short})
+    with _running(config, folder.parent) as run:
+        if run.parallel.rank == 1:
+            pack = run.bridge.outbox.pack
+            first = next(iter(run.bridge.outbox))
+
+            def slow(message, out):  # type: ignore[no-untyped-def]
+                if message is first:
+                    time.sleep(3)
+                pack(message, out)
+
+            run.bridge.outbox.pack = slow  # type: ignore[method-assign]
+        _assert_holds_the_folder(run, run.sync(1))
+
+
+def _what_one_rank_does_not_hold_stops_all_ranks(folder: Path, transport: str) -> None:
+    config = _config(folder, ParallelConfig(tensor=2), transport)
+    with _running(config, folder.parent) as run:
+        if run.parallel.rank == 1:
+            run.bridge.outbox.sources = {}
+        wanted = "which it does not hold" if run.parallel.rank == 1 else "rank 1"
+        started = time.monotonic()
+        receiving: list[Future[None]] = []
+        with pytest.raises(RuntimeError, match=wanted):
+            receiving = run.take(run.bridge.prepare(1))
+            run.bridge.send(1)
+        assert all(isinstance(future.exception(), RuntimeError) for future in receiving)
+        assert time.monotonic() - started < 0.5 * TIMEOUT
+
+
 def _a_full_disk_stops_all_ranks(folder: Path) -> None:
     config = _config(folder, ParallelConfig(tensor=2), "files")
     with _running(config, folder.parent) as run:
@@ -263,7 +317,11 @@ def _walk_two_ranks(rank: int, world: int, root: Path) -> None:
         _an_engine_that_comes_late_gets_the_current_weights(root / "qwen3", transport)
         _one_trainer_with_other_weights_is_found(root / "qwen3", transport)
     _a_dead_engine_ends_the_update_on_every_rank_that_waits_for_it(root / "qwen2")
+    _an_engine_that_refuses_is_heard_on_every_rank_at_once(root / "qwen2")
+    _a_rank_that_is_done_waits_for_one_that_writes_for_long(root / "qwen2")
     _a_full_disk_stops_all_ranks(root / "qwen2")
+    for transport in ("files", "gloo"):
+        _what_one_rank_does_not_hold_stops_all_ranks(root / "qwen2", transport)
 
 
 def _walk_four_ranks(rank: int, world: int, root: Path) -> None:

@@ -7,6 +7,7 @@ reshard. Their handshake, their order and their checks of the source are vLLM's 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -237,6 +238,7 @@ def _nccl(folder: Path) -> None:
     rank = Rank(folder, ParallelConfig(tensor=2), **_settings("vllm_nccl", engines=2))
     exported, lead = rank.exported(), rank.parallel.rank == 0
     groups: list[SimpleNamespace] = []
+    breaks: list[str] = []
     sent: dict[str, Tensor] = {}
 
     def join(info):  # type: ignore[no-untyped-def]
@@ -249,6 +251,8 @@ def _nccl(folder: Path) -> None:
     def broadcast(iterator, group, **_):  # type: ignore[no-untyped-def]
         assert group is groups[-1]
         sent.update((name, tensor.clone()) for name, tensor in iterator)
+        for reason in breaks:
+            raise RuntimeError(reason)
 
     with (
         patch.object(nccl_engine, "open_trainer_endpoint", join),
@@ -282,6 +286,10 @@ def _nccl(folder: Path) -> None:
             assert groups[0].gone and groups[1].gone and not groups[2].gone
         with pytest.raises(RuntimeError, match="version 4 is to be sent, 3 was prepared"):
             bridge.send(4)
+        breaks.append("the library broke")
+        wanted = "failed: the library broke" if lead else r"failed on trainer ranks \[0\]"
+        with pytest.raises(RuntimeError, match=wanted):
+            bridge.send(3)
     rank.close()
 
 
@@ -449,9 +457,13 @@ def test_work_that_fails_or_never_ends_is_an_error() -> None:
     def fail() -> None:
         raise ImportError("no such library")
 
-    with pytest.raises(RuntimeError, match="failed: no such library"):
-        vllm_bridge._within(timedelta(seconds=5), fail)
+    failed = vllm_bridge._within(timedelta(seconds=5), fail, None)
+    assert "failed: no such library" in str(failed) and isinstance(failed.__cause__, ImportError)
     forever = vllm_bridge.threading.Event()
-    with pytest.raises(RuntimeError, match=r"not done after 0.05 s .*an engine did not come"):
-        vllm_bridge._within(timedelta(seconds=0.05), lambda: forever.wait() and None)
+    late = vllm_bridge._within(timedelta(seconds=0.05), lambda: forever.wait() and None, None)
+    assert re.search(r"not done after 0.05 s .*an engine did not come", str(late))
+    said = RuntimeError("rollout engine 0 answered 400")
+    with pytest.raises(RuntimeError, match="answered 400"):
+        vllm_bridge._within(timedelta(minutes=5), lambda: forever.wait() and None, lambda: said)
     forever.set()
+    assert vllm_bridge._within(timedelta(seconds=5), lambda: None, None) is None

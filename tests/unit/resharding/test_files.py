@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from threading import Barrier
 
 import pytest
+import safetensors
 
+from megatron_dapo.resharding import files
 from megatron_dapo.resharding.files import FileSender, file_name, version_folder
 from megatron_dapo.resharding.messages import Outbox
 from megatron_dapo.resharding.transport import UpdatePayload, new_payload
@@ -19,6 +22,7 @@ from tests.unit.resharding.transports import (
     expected_digests,
     in_parallel,
     outbox,
+    small_plan,
     workers,
 )
 
@@ -28,9 +32,9 @@ class Agreement:
 
     def __init__(self, ranks: int) -> None:
         self._barrier = Barrier(ranks)
-        self._failures: list[OSError] = []
+        self._failures: list[Exception] = []
 
-    def __call__(self, failure: OSError | None) -> None:
+    def __call__(self, failure: Exception | None) -> None:
         if failure is not None:
             self._failures.append(failure)
         self._barrier.wait(60)
@@ -73,8 +77,8 @@ def test_workers_hold_what_all_ranks_published(tmp_path: Path) -> None:
             worker.weights.receive(payload_of(trainers[0], version))
             assert_holds(worker, rank, version)
             assert worker.weights.digests() == expected_digests(boxes, rank)
-    files = {path.name for path in version_folder(tmp_path, 2).iterdir()}
-    assert files == {file_name(s, r) for s in range(TRAINERS) for r in range(WORKERS)}
+    found = {path.name for path in version_folder(tmp_path, 2).iterdir()}
+    assert found == {file_name(s, r) for s in range(TRAINERS) for r in range(WORKERS)}
     assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.glob("policy_2/*"))
 
 
@@ -113,6 +117,37 @@ def test_what_one_rank_cannot_write_fails_on_all_and_shows_nothing(
     )
     assert all("No space left" in str(error) for error in errors), errors
     assert not version_folder(tmp_path, 1).exists()
+
+
+def test_a_parameter_that_one_rank_lacks_fails_on_all_at_once(tmp_path: Path) -> None:
+    trainers, boxes = senders(tmp_path), [outbox(rank, 1) for rank in range(TRAINERS)]
+    boxes[1].sources = {}
+    errors = in_parallel(
+        *(partial(sender.prepare, 1, box) for sender, box in zip(trainers, boxes, strict=True))
+    )
+    assert all("which it does not hold" in str(error) for error in errors), errors
+
+
+def test_a_worker_opens_the_file_of_a_sender_once_for_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+
+    def counting(path: Path, **options: str) -> object:
+        opened.append(path.name)
+        return safetensors.safe_open(path, **options)
+
+    trainers, engine = senders(tmp_path), workers("files", tmp_path)
+    monkeypatch.setattr(files, "safe_open", counting)
+    for version in (1, 2):
+        publish(trainers, version)
+        engine[0].weights.receive(payload_of(trainers[0], version))
+        assert_holds(engine[0], 0, version)
+    assert small_plan().num_buckets > 4
+    assert sorted(opened) == sorted(file_name(sender, 0) for sender in (0, 0, 1, 1))
+    here = str(tmp_path)
+    held = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [path for path in held if path.startswith(here)]
 
 
 def damage(folder: Path, position: int) -> None:

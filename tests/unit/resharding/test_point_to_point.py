@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_dapo.resharding.meeting import Meeting
 from megatron_dapo.resharding.messages import Message, Outbox
-from megatron_dapo.resharding.point_to_point import HEADER_BYTES, Meeting, PointToPointSender
-from megatron_dapo.resharding.transport import new_payload
+from megatron_dapo.resharding.point_to_point import HEADER_BYTES, PointToPointSender
+from megatron_dapo.resharding.transport import Receiver, new_payload
 from tests.plain_engine import PlainWorker
 from tests.unit.resharding.transports import (
     BUCKET,
@@ -176,6 +177,101 @@ def test_who_does_not_come_is_named_by_all_who_wait(tmp_path: Path, missing: str
     errors = in_parallel(*there.values())
     assert time.monotonic() - started < 4 * SHORT
     assert all(str(error).startswith(f"{missing} did not join") for error in errors), errors
+
+
+def test_a_transfer_that_is_called_off_ends_every_wait_and_the_next_one_works(
+    tmp_path: Path,
+) -> None:
+    trainers = [sender(tmp_path, rank, timeout=300) for rank in range(TRAINERS)]
+    engine = workers("gloo", tmp_path, timeout=300)
+
+    def refuse() -> None:
+        time.sleep(1)  # the others are waiting by now
+        trainers[0].call_off((0,), "rollout engine 0 answered 400")
+
+    started = time.monotonic()
+    payload = new_payload(1, engines=1)
+    errors = in_parallel(
+        *(partial(trainers[rank].send, 1, outbox(rank, 1), (0,)) for rank in range(TRAINERS)),
+        partial(engine[0].weights.receive, payload),  # worker 1 does not come
+        refuse,
+    )
+    assert time.monotonic() - started < 100
+    reason = "called off: rollout engine 0 answered 400"
+    assert all(reason in str(error) for error in errors[:-1]), errors
+    for trainer in trainers:
+        trainer.rejoin((0,))
+    boxes = [outbox(rank, 2) for rank in range(TRAINERS)]
+    assert update(trainers, engine, boxes, 2) == [None] * 4
+    assert_holds(engine[0], 0, 2)
+
+
+class FakeNccl:
+    """Takes what a member posts; nothing ever arrives."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _start_coalescing(self) -> None:
+        self.calls.append("start")
+
+    def _end_coalescing(self) -> FakeNccl:
+        self.calls.append("end")
+        return self
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> None:
+        self.calls.append(f"recv from {rank}")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        raise RuntimeError("NCCL timed out")
+
+
+def nccl_receiver(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *, timeout: float
+) -> tuple[Receiver, FakeNccl, Meeting]:
+    group = FakeNccl()
+    monkeypatch.setattr(Meeting, "join", lambda self, rank, device: group)
+    receiver = workers("nccl", directory, timeout=timeout)[0].weights.receiver
+    meeting = Meeting(
+        directory, 0, 0, TRAINERS, WORKERS, backend="nccl", timeout=timedelta(seconds=timeout)
+    )
+    return receiver, group, meeting
+
+
+def test_over_nccl_a_bucket_is_asked_for_as_one_and_aborted_when_it_does_not_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, group, _ = nccl_receiver(tmp_path, monkeypatch, timeout=0.5)
+    receiver.begin(new_payload(1, engines=1))
+    plan = small_plan()
+    asked: list[str] = []
+    for bucket in range(2):
+        asked += ["start", *(f"recv from {s}" for s in plan.senders_of(bucket, 0)), "end"]
+    assert group.calls == asked
+    with pytest.raises(RuntimeError, match=r"did not come from trainer rank .*NCCL timed out"):
+        receiver.receive(0, plan.senders_of(0, 0)[0])
+    receiver.end()
+    assert [call for call in group.calls[len(asked) :] if "recv" not in call][-1] == "abort"
+    assert group.calls.count("abort") == 1
+
+
+def test_over_nccl_a_transfer_that_is_called_off_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver, group, meeting = nccl_receiver(tmp_path, monkeypatch, timeout=300)
+    receiver.begin(new_payload(1, engines=1))
+    meeting.call_off("rollout engine 0 answered 400")
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="called off: rollout engine 0 answered 400"):
+        receiver.receive(0, small_plan().senders_of(0, 0)[0])
+    assert time.monotonic() - started < 100
+    assert group.calls[-1] == "abort"
 
 
 def _worker_that_dies(rank: int, directory: Path) -> None:

@@ -106,6 +106,19 @@ def test_the_first_half_returns_while_the_engines_still_wait_for_weights(pair: P
     assert [result.policy_version for result in pair.generate(0, 1)] == [4, 4]
 
 
+def test_a_refusal_is_known_while_the_weights_are_still_being_sent(pair: Pair) -> None:
+    assert pair.fleet.update_failure() is None
+    pair.servers[1].errors["/init_weight_transfer_engine"] = 400
+    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    wait_for(lambda: pair.fleet.update_failure() is not None)
+    said = pair.fleet.update_failure()
+    assert isinstance(said, EngineError) and "rollout engine 1" in str(said)
+    with pytest.raises(EngineError) as caught:
+        pair.fleet.finish_update(DIGESTS)
+    assert caught.value is said
+    assert pair.fleet.update_failure() is None
+
+
 def test_every_engine_is_told_its_own_place_and_the_same_update(pair: Pair) -> None:
     pair.update(4)
     for info, server in zip(INFOS, pair.servers, strict=True):
