@@ -70,7 +70,7 @@ class PlannedWeights:
             )
         self._missing: Counter[str] = Counter()
         self._tensors: dict[Part, Mapping[str, Tensor]] = {}
-        self._digests: dict[str, int] = {}
+        self._digests: dict[str, Tensor] = {}
         self._bytes_received, self._peak_bytes, self._seconds = 0, 0, 0.0
 
     @torch.no_grad()
@@ -101,15 +101,18 @@ class PlannedWeights:
         self._seconds = time.monotonic() - started
 
     def digests(self) -> dict[str, str]:
-        """Target -> digest of what it holds now (live), or held before its kernel took it over.
+        """Target -> digest.
 
-        Of a Hugging Face tensor for vLLM's loader: as it arrived.
+        live: of what the engine computes with, now. rebuilt and loader: of what had arrived whole,
+        before vLLM packed or quantised it; a fault of that step does not show here.
         """
         found = dict(self._digests)
         for part in self._parts:
             if part.way == "live":
                 found |= {name: self._digest(name, tensor) for name, tensor in part.open().items()}
-        return {name: as_hex(found[name]) for name in self.plan.targets(self.tensor_rank)}
+        names = self.plan.targets(self.tensor_rank)
+        values = torch.stack([found[name] for name in names]).tolist()  # waits for a GPU once
+        return {name: as_hex(value) for name, value in zip(names, values, strict=True)}
 
     def report(self) -> dict[str, str | int | float]:
         """Counts of the last update, as JSON."""
@@ -182,10 +185,10 @@ class PlannedWeights:
                 self._digests[target] = self._digest(target, tensor)
         part.close()
 
-    def _digest(self, name: str, tensor: Tensor) -> int:
+    def _digest(self, name: str, tensor: Tensor) -> Tensor:
         # What a kernel keeps in a wider dtype comes back exactly.
         values = tensor.detach().to(self._dtype)
-        return int(parameter_digest(values, word_bytes=self.plan.word_bytes(name)))
+        return parameter_digest(values, word_bytes=self.plan.word_bytes(name))
 
 
 class UpdateState:
@@ -213,10 +216,6 @@ class UpdateState:
         if self._stage == "idle":
             raise RuntimeError("update_weights before start_weight_update: start the update first")
         self._stage, self._receiving, self.version = "receiving", version, None
-
-    def incomplete(self) -> None:
-        """Something is left to do before the parameters can be used."""
-        self._stage = "receiving"
 
     def received(self) -> None:
         """Every parameter is new."""

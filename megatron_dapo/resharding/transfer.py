@@ -46,10 +46,6 @@ class WeightStream:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.source)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(math.prod(shape) for shape in self.tensors.values()) * self.dtype.itemsize
-
 
 def export_stream(
     chunks: Sequence[GPTModel],

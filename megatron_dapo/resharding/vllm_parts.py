@@ -147,8 +147,8 @@ class LoaderPart:
         self._tensors = {}
         if left := sorted(wanted - loaded):
             raise RuntimeError(
-                f"vLLM's loader did not fill {left[0]!r} and would go on with its old values; "
-                f"it was given {sorted(self.targets)}"
+                f"vLLM's loader did not fill {left[0]!r}, which would keep values of earlier "
+                "weights; it does not load this model as resharding.engine_map says"
             )
         repack_cpu_experts(module)
 

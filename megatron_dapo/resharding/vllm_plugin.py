@@ -1,9 +1,8 @@
 """Loaded by vLLM in each of its processes (entry point `vllm.general_plugins`).
 
 Registers the weight-transfer backend "megatron_dapo" through vLLM's own registry. An update comes
-either by a plan, as messages that are written straight into the parameters, or as one safetensors
-file with the whole model. Nothing of vLLM is patched, and nothing else of this package imports
-this module, so that the package works without vLLM.
+by a plan, as messages that are written into the parameters. Nothing of vLLM is patched, and nothing
+else of this package imports this module, so that the package works without vLLM.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -32,9 +31,6 @@ from megatron_dapo.resharding.receivers import open_receiver
 from megatron_dapo.resharding.train_map import TrainLayout
 from megatron_dapo.resharding.transport import InitInfo, UpdatePayload
 
-if TYPE_CHECKING:
-    from megatron_dapo.resharding.vllm_files import FullTensors
-
 BACKEND = "megatron_dapo"
 GUARDED = "MEGATRON_DAPO_GUARDED"
 """Environment variable of servers that we started: their processes die with their parents."""
@@ -51,32 +47,25 @@ def register() -> None:
 
 @dataclass
 class PolicyInit(WeightTransferInitInfo):
-    """`init_info` of /init_weight_transfer_engine: `transport.InitInfo`, or only a directory."""
+    """`init_info` of /init_weight_transfer_engine: the fields of `transport.InitInfo`."""
 
+    transport: str
     directory: str
-    """The only directory that weights may be read from."""
-    transport: str = ""
-    """Empty: no plan; updates are whole files."""
-    train_layout: dict[str, int] = field(default_factory=dict)
-    engine_layout: dict[str, int | bool | str | None] = field(default_factory=dict)
-    bucket_bytes: int = 0
-    fingerprint: str = ""
-    replica: int = 0
-    timeout_seconds: float = 0.0
+    train_layout: dict[str, int]
+    engine_layout: dict[str, int | bool | str | None]
+    bucket_bytes: int
+    fingerprint: str
+    replica: int
+    timeout_seconds: float
 
 
 @dataclass
 class PolicyUpdate(WeightTransferUpdateInfo):
-    """`update_info` of /update_weights: `transport.UpdatePayload`, or one published file."""
+    """`update_info` of /update_weights: the fields of `transport.UpdatePayload`."""
 
     policy_version: int
-    folder: str = ""
-    generations: list[int] = field(default_factory=list)
-    path: str = ""
-    """Safetensors file with Hugging Face names and full (not sharded) tensors."""
-    num_tensors: int = 0
-    num_bytes: int = 0
-    """Bytes of all tensors of that file, without its header."""
+    folder: str
+    generations: list[int]
 
 
 class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
@@ -90,8 +79,6 @@ class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
         super().__init__(*arguments, **options)
         self.state = UpdateState()
         self.planned: PlannedWeights | None = None
-        self._directory: Path | None = None
-        self._files: FullTensors | None = None
 
     def init_transfer_engine(self, init_info: PolicyInit) -> None:
         """Learn where weights come from; a second call forgets the first.
@@ -99,20 +86,17 @@ class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
         Raises:
             ValueError: the plan does not fit this engine; the message names what differs.
         """
-        directory = Path(init_info.directory).resolve()
-        if not directory.is_dir():
+        if not Path(init_info.directory).is_dir():
             raise ValueError(
                 f"weights directory {init_info.directory!r} does not exist here; trainers and "
                 "engines must share it"
             )
         self.shutdown()
-        if init_info.transport:
-            self.planned = self._plan(cast(InitInfo, asdict(init_info)))
-        self._directory = directory
+        self.planned = self._plan(cast(InitInfo, asdict(init_info)))
 
     def start_weight_update(self) -> None:
         """Announce an update; parameters stay as they are until it comes."""
-        if self.state.interrupted or self._files is not None:
+        if self.state.interrupted:
             self._give_up()
         self.state.start()
 
@@ -123,23 +107,12 @@ class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: PolicyUpdate) -> None:
-        """By the plan: one whole update. Or one of the files that make up an update."""
-        if self._directory is None:
-            raise RuntimeError(
-                "update_weights before init_weight_transfer_engine: name the directory of the "
-                "published weights first"
-            )
-        if self.state.interrupted:
-            self._give_up()
-        if update_info.path:
-            self._load_file(update_info, self._directory)
-            return
+        """One whole update, by the plan."""
         if self.planned is None:
             raise RuntimeError(
-                "init_weight_transfer_engine brought no plan, update_weights brings no file; "
-                "send one of the two"
+                "update_weights before init_weight_transfer_engine: send the trainer's layout first"
             )
-        if self._files is not None:
+        if self.state.interrupted:
             self._give_up()
         self.state.begin(update_info.policy_version)
         self.planned.receive(
@@ -157,37 +130,19 @@ class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
         Raises:
             RuntimeError: the update failed or is incomplete.
         """
-        if self._files is not None and not self.state.interrupted:
-            self.state.incomplete()
-            self._files.finish()
-            self.state.received()
         self.state.finish()
-        self._files = None
 
     def shutdown(self) -> None:
         """Leave the trainers."""
         if self.planned is not None:
             self.planned.close()
         self.planned = None
-        self._directory = None
-
-    def _load_file(self, update: PolicyUpdate, directory: Path) -> None:
-        from megatron_dapo.resharding.vllm_files import FullTensors, check_path, read_tensors
-
-        path = check_path(update.path, directory)
-        self.state.begin(update.policy_version)
-        tensors = read_tensors(path, num_tensors=update.num_tensors, num_bytes=update.num_bytes)
-        if self._files is None:
-            self._files = FullTensors(self.model, self.model_config)
-        self._files.load(tensors)
-        self.state.received()
 
     def _give_up(self) -> None:
         """After an update that broke off: all modules in a layout that a new one can start from."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        self._files = None
 
     def _plan(self, init: InitInfo) -> PlannedWeights:
         from megatron_dapo.resharding.vllm_layers import find_parts

@@ -19,10 +19,14 @@ class WeightReports:
     weight_transfer_engine: PolicyEngine
 
     def weight_digests(self) -> dict[str, str]:
-        """Parameter -> 16 hexadecimal digits, of the weights that this worker serves.
+        """Target of the plan -> 16 hexadecimal digits.
+
+        A parameter that is written in place is digested now, as it is served. What the kernel
+        keeps in a layout of its own, or vLLM's loader quantises, was digested when it had arrived
+        whole and before it was handed over; only the probe covers what came after.
 
         Raises:
-            RuntimeError: they did not come by a plan, or an update did not end well.
+            RuntimeError: no update was finished, or the last one did not end well.
         """
         engine = self.weight_transfer_engine
         if engine.state.version is None:

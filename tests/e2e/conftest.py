@@ -16,21 +16,26 @@ from typing import TypeVar
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
+from pydantic import JsonValue
 from transformers import PreTrainedModel
 
 from megatron_dapo.config import load_config
+from megatron_dapo.resharding.plan import ReshardPlan
+from megatron_dapo.resharding.train_map import TrainLayout
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
 from megatron_dapo.rollout.server_options import ServerOptions, server_options
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import VllmServer, session_members
 from megatron_dapo.rollout.weight_update import InFlight
 from tests.e2e.runs import Run, Start, make_start, train
+from tests.e2e.vllm_models import init_info, plan_of, publish_messages
 from tests.tiny_models import save_tiny_model, tiny_model
 
 ResultT = TypeVar("ResultT")
 PARITY = 1e-4
 GREEDY_TOKENS = 32
+DENSE = TrainLayout(tensor=2, pipeline=2, data=2, padded_vocab_size=640)
+MOE = TrainLayout(tensor=2, pipeline=2, data=2, expert=2, expert_tensor=1, padded_vocab_size=512)
 PPO = (
     *("advantage.estimator=gae", "sampling.dynamic=false"),
     *("rollout.prompts_per_step=16", "rollout.group_size=1"),
@@ -55,6 +60,20 @@ ON_THE_SHARED_ENGINE = {
 """The others start an engine of their own."""
 
 
+@dataclass(frozen=True)
+class Published:
+    """A version that waits for an engine in a folder, as the trainer ranks publish it."""
+
+    version: int
+    info: dict[str, object]
+    payload: dict[str, object]
+    digests: list[dict[str, str]]
+
+    async def install(self, engine: VllmEngine) -> list[dict[str, JsonValue]]:
+        """Bring it into an engine, digests compared; the report of each tensor rank."""
+        return await engine.update(self.info, self.payload, self.version, self.digests)
+
+
 @dataclass
 class RunningServer:
     """A server, the folder it started from, and the model that it should serve right now."""
@@ -63,20 +82,21 @@ class RunningServer:
     family: str
     weights_directory: Path
     model: PreTrainedModel
+    plan: ReshardPlan
     version: int = 0
 
     def run(self, call: Callable[[VllmEngine], Awaitable[ResultT]]) -> ResultT:
         return run_with_engine(self.server.endpoint, call)
 
-    def publish(self, model: PreTrainedModel, version: int) -> dict[str, object]:
-        return publish(model, self.weights_directory, version)
+    def publish(self, model: PreTrainedModel, version: int) -> Published:
+        return publish(model, self.plan, self.weights_directory, version)
 
-    def update(self, model: PreTrainedModel) -> None:
+    def update(self, model: PreTrainedModel) -> list[dict[str, JsonValue]]:
         """Bring `model` into the engine under the next version."""
         self.version += 1
-        payload = self.publish(model, self.version)
-        self.run(lambda engine: update_weights(engine, payload, self.version))
+        reports = self.run(self.publish(model, self.version).install)
         self.model = model
+        return reports
 
 
 def run_with_engine(
@@ -98,25 +118,20 @@ def run_with_engine(
     return asyncio.run(body())
 
 
-async def update_weights(engine: VllmEngine, payload: dict[str, object], version: int) -> None:
-    """Bring a published file into the engine."""
-    await engine.update({"directory": str(Path(str(payload["path"])).parent)}, payload, version)
-
-
-def publish(model: PreTrainedModel, directory: Path, version: int) -> dict[str, object]:
-    """Write the model as the trainer does and return the payload of the update request.
+def publish(model: PreTrainedModel, plan: ReshardPlan, directory: Path, version: int) -> Published:
+    """Write the model's messages as the trainer ranks do.
 
     Expert tensors get their names and shapes from the Hugging Face folder's own writer.
     """
-    tensors = saved_tensors(model)
-    path = directory / f"version_{version}.safetensors"
-    save_file(tensors, path)
-    return {
-        "path": str(path),
-        "policy_version": version,
-        "num_tensors": len(tensors),
-        "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-    }
+    tensors = {name: tensor.float() for name, tensor in saved_tensors(model).items()}
+    payload, digests = publish_messages(plan, tensors, directory, version)
+    return Published(version, init_info(plan, directory), payload, digests)
+
+
+def tiny_plan(folder: Path, family: str, *, tensor: int = 1) -> ReshardPlan:
+    """From eight trainer ranks to an engine with a tiny model."""
+    train = MOE if family == "qwen3_moe" else DENSE
+    return plan_of(folder, train, tensor=tensor, dtype="float32", bucket_bytes=300_000)
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -220,7 +235,8 @@ def running_server(
         server.start()
         try:
             server.wait_ready()
-            yield RunningServer(server, family, Path(weights), tiny_model(family))
+            plan = tiny_plan(folder / "model", family, tensor=options.tensor)
+            yield RunningServer(server, family, Path(weights), tiny_model(family), plan)
         finally:
             stop_and_look(server)
 

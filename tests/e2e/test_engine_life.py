@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_dapo.resharding.plan import ReshardPlan
 from megatron_dapo.rollout.vllm_server import session_members
 from tests.e2e.conftest import (
     PARITY,
@@ -28,7 +29,7 @@ from tests.e2e.conftest import (
     publish,
     request,
     run_with_engine,
-    update_weights,
+    tiny_plan,
 )
 from tests.tiny_models import save_tiny_model, tiny_model
 
@@ -41,6 +42,7 @@ class OwnedServer:
     session: int
     endpoint: str
     weights_directory: Path
+    plan: ReshardPlan
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,8 @@ def owned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnedServer]:
     assert owner.stdout is not None
     try:
         session, endpoint = owner.stdout.readline().split()
-        yield OwnedServer(owner, int(session), endpoint, weights)
+        plan = tiny_plan(folder / "model", "qwen3_moe", tensor=2)
+        yield OwnedServer(owner, int(session), endpoint, weights, plan)
     finally:
         owner.kill()
         owner.wait()
@@ -73,8 +76,8 @@ def test_two_workers_give_the_same_logprobs_before_and_after_updates(owned: Owne
     for version, seed in enumerate((0, 51, 52)):
         if version:
             model = tiny_model("qwen3_moe", seed=seed)
-            payload = publish(model, owned.weights_directory, version)
-            run_with_engine(owned.endpoint, lambda e: update_weights(e, payload, version))  # noqa: B023
+            published = publish(model, owned.plan, owned.weights_directory, version)
+            run_with_engine(owned.endpoint, published.install)
         results = run_with_engine(owned.endpoint, lambda engine: generate(engine, asked))
         assert largest_gap(model, asked, results) <= PARITY
         assert {result.policy_version for result in results} == {version}

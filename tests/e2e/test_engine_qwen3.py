@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import shutil
 import stat
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from megatron_dapo.rollout.weight_update import InFlight
 from megatron_dapo.types import Prompt, Response, Reward
 from tests.e2e.conftest import (
     PARITY,
+    Published,
     RunningServer,
     expected_logprobs,
     generate,
@@ -31,7 +33,6 @@ from tests.e2e.conftest import (
     request,
     run_with_engine,
     running_server,
-    update_weights,
 )
 from tests.tiny_models import tiny_model
 
@@ -176,12 +177,12 @@ def test_cached_prompts_of_old_weights_are_forgotten(qwen3: RunningServer, cure:
     qwen3.run(lambda engine: generate(engine, asked))
     model = tiny_model("qwen3", seed=21 + cure)
     qwen3.version += 1
-    payload = qwen3.publish(model, qwen3.version)
+    published = qwen3.publish(model, qwen3.version)
 
     async def update(_: VllmEngine) -> None:
         engine = (VllmEngine if cure else WithoutReset)(qwen3.server.endpoint)
         try:
-            await update_weights(engine, payload, qwen3.version)
+            await published.install(engine)
         finally:
             await engine.close()
 
@@ -231,9 +232,9 @@ async def overlap(running: RunningServer, engine: VllmEngine) -> Overlap:
     for turn in range(UPDATES):
         running.version += 1
         running.model = seen.models[running.version] = models[turn % 2]
-        payload = running.publish(running.model, running.version)
-        await update_weights(engine, payload, running.version)
-        Path(str(payload["path"])).unlink()
+        published = running.publish(running.model, running.version)
+        await published.install(engine)
+        shutil.rmtree(str(published.payload["folder"]))
         done = len(seen.answers)
         while len(seen.answers) < done + CLIENTS // 2:
             await asyncio.sleep(0.002)
@@ -288,51 +289,33 @@ def test_fifty_updates_leave_no_memory_behind(overlapped: tuple[InFlight, Overla
     assert max(late) <= max(early) + MOST_GROWTH_MB
 
 
-async def _try_update(
-    engine: VllmEngine, good: dict[str, object], payload: dict[str, object]
-) -> None:
-    info = {"directory": str(Path(str(good["path"])).parent)}
-    await engine.update(info, good, 100)
+async def _try_update(engine: VllmEngine, good: Published, wrong: Published) -> None:
+    await good.install(engine)
     with pytest.raises(EngineError) as caught:
-        await engine.update(info, payload, 101)
+        await wrong.install(engine)
     with pytest.raises(EngineError, match="restart the engine"):
         await engine.generate(request((5, 6)))
     raise caught.value
 
 
-@pytest.mark.parametrize("wrong", ["outside", "count", "bytes", "incomplete"])
-def test_a_wrong_file_fails_the_update_and_the_engine_is_not_used_again(
+@pytest.mark.parametrize("wrong", ["outside", "missing", "cut short", "of another version"])
+def test_wrong_files_fail_the_update_and_the_engine_is_not_used_again(
     qwen3: RunningServer, wrong: str, tmp_path: Path
 ) -> None:
     """Last in this file: the server's weights are in no defined state afterwards."""
-    good = qwen3.publish(qwen3.model, 100)
-    payload = dict(good)
+    number = qwen3.version = qwen3.version + 2
+    good, published = (qwen3.publish(qwen3.model, version) for version in (number - 1, number))
+    folder = Path(str(published.payload["folder"]))
+    file = sorted(folder.iterdir())[-1]
     if wrong == "outside":
-        moved = tmp_path / "weights.safetensors"
-        moved.write_bytes(Path(str(payload["path"])).read_bytes())
-        payload["path"] = str(moved)
-    elif wrong == "count":
-        payload["num_tensors"] = 3
-    elif wrong == "bytes":
-        payload["num_bytes"] = 1
+        shutil.copytree(folder, tmp_path / folder.name)
+        payload = published.payload | {"folder": str(tmp_path / folder.name)}
+        published = replace(published, payload=payload)
+    elif wrong == "missing":
+        file.unlink()
+    elif wrong == "cut short":
+        file.write_bytes(file.read_bytes()[:-1])
     else:
-        payload = _without_one_tensor(qwen3)
+        file.write_bytes((Path(str(good.payload["folder"])) / file.name).read_bytes())
     with pytest.raises(EngineError, match="500"):
-        qwen3.run(lambda engine: _try_update(engine, good, payload))
-
-
-def _without_one_tensor(running: RunningServer) -> dict[str, object]:
-    from safetensors.torch import save_file
-
-    from tests.e2e.conftest import saved_tensors
-
-    tensors = saved_tensors(running.model)
-    del tensors["model.layers.2.mlp.down_proj.weight"]
-    path = running.weights_directory / "incomplete.safetensors"
-    save_file(tensors, path)
-    return {
-        "path": str(path),
-        "policy_version": 100,
-        "num_tensors": len(tensors),
-        "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-    }
+        qwen3.run(lambda engine: _try_update(engine, good, published))

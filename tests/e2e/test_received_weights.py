@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_dapo.resharding.plan import ReshardPlan
 from megatron_dapo.resharding.train_map import TrainLayout
+from megatron_dapo.resharding.transport import new_payload
 from tests.e2e.vllm_models import (
     VLLM_ENVIRONMENT,
     digests_of,
@@ -129,7 +130,7 @@ def check_ways(worker: Worker, old: dict[str, Tensor], new: dict[str, Tensor]) -
 
 
 def check_atomicity(worker: Worker, old: dict[str, Tensor], new: dict[str, Tensor]) -> None:
-    """What broke off cannot be finished; a complete update of either kind heals it."""
+    """What broke off cannot be finished; a complete update heals it."""
     worker.connect()
     engine = worker.engine
     payload, _ = worker.publish("new")
@@ -144,37 +145,12 @@ def check_atomicity(worker: Worker, old: dict[str, Tensor], new: dict[str, Tenso
     worker.update(payload)
     assert worker.holds(new) and worker.digests() == sent
     assert engine.state.version == worker.version
-    for broken, healing in (("plan", "file"), ("file", "plan"), ("file", "file")):
-        engine.start_weight_update()
-        if broken == "plan":
-            payload, _ = worker.publish("new")
-            shorten(worker, payload)
-            refused(lambda payload=payload: engine.update_weights(payload), "from_")
-        else:
-            engine.update_weights(whole_file(worker, "new", without="model.norm.weight"))
-            refused(engine.finish_weight_update, "without 1 parameters")
-        engine.start_weight_update()
-        good = whole_file(worker, "old") if healing == "file" else worker.publish("old")[0]
-        engine.update_weights(good)
-        engine.finish_weight_update()
-        assert worker.holds(old), f"{healing} after a broken {broken}"
-
-
-def whole_file(worker: Worker, name: str, without: str = "") -> dict[str, object]:
-    """Publish one safetensors file with the whole model, or nearly."""
-    from safetensors.torch import load_file, save_file
-
-    worker.version += 1
-    tensors = load_file(worker.folder / name / "model.safetensors")
-    tensors.pop(without, None)
-    path = worker.weights / f"whole_{worker.version}.safetensors"
-    save_file(tensors, path)
-    return {
-        "path": str(path),
-        "policy_version": worker.version,
-        "num_tensors": len(tensors),
-        "num_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-    }
+    payload, _ = worker.publish("new")
+    shorten(worker, payload)
+    engine.start_weight_update()
+    refused(lambda: engine.update_weights(payload), "from_")
+    worker.update(worker.publish("old")[0])
+    assert worker.holds(old)
 
 
 def check_refusals(worker: Worker) -> None:
@@ -197,7 +173,7 @@ def check_refusals(worker: Worker) -> None:
     for changes, words in wrong:
         info = engine.parse_init_info(worker.init_info(**changes))
         refused(lambda info=info: engine.init_transfer_engine(info), *words)
-        refused(lambda: worker.update({"policy_version": 1}), "init_weight_transfer_engine")
+        refused(lambda: worker.update(dict(new_payload(1, 1))), "init_weight_transfer_engine")
     refused(lambda: engine.parse_init_info({"directory": "/", "port": 3}), "port")
     payload, _ = worker.publish("old")
     worker.connect()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.checkpoint.export import write_hf_folder
@@ -20,7 +18,6 @@ from megatron_dapo.policy.model import build_chunks
 from megatron_dapo.resharding.layout import local_parameters
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.name_map import family_for
-from megatron_dapo.resharding.shared_memory import SharedMemoryTransport
 from megatron_dapo.resharding.transfer import export_stream
 from tests.ranks import run_ranks
 from tests.tiny_models import FAMILIES, tiny_model
@@ -152,32 +149,6 @@ def _exports_a_folder(folder: Path, out: Path, layout: ParallelConfig) -> None:
     parallel.destroy()
 
 
-def _publishes_versions(folder: Path, layout: ParallelConfig) -> None:
-    hf_config, parallel, chunks = _loaded_policy(folder, layout)
-    transport = SharedMemoryTransport()
-    for version in (1, 2):
-        payload = transport.publish(export_stream(chunks, hf_config, parallel), version)
-        assert (payload is None) == (parallel.rank != 0)
-        if payload is None:
-            continue
-        path = Path(payload["path"])
-        assert json.loads(json.dumps(payload)) == payload
-        assert path.parent.stat().st_mode & 0o777 == 0o700
-        assert [file.name for file in path.parent.glob("policy_*")] == [path.name]
-        stored = _stored(folder)
-        with safe_open(path, framework="pt") as file:
-            assert file.metadata()["policy_version"] == str(payload["policy_version"])
-            assert set(file.keys()) == stored.keys()
-            assert payload["num_tensors"] == len(stored)
-            assert payload["num_bytes"] == sum(tensor.nbytes for tensor in stored.values())
-            for name in file.keys():  # noqa: SIM118
-                assert torch.equal(file.get_tensor(name), stored[name])
-        assert not (version == 2 and (path.parent / "policy_1.safetensors").exists())
-    transport.close()
-    assert payload is None or not path.parent.exists()
-    parallel.destroy()
-
-
 def _bf16_halves_the_wire(folder: Path, layout: ParallelConfig) -> None:
     hf_config, parallel, chunks = _loaded_policy(folder, layout)
     stream = export_stream(chunks, hf_config, parallel, dtype=torch.bfloat16)
@@ -226,7 +197,6 @@ def _walk_two_ranks(rank: int, world: int, root: Path) -> None:
     _sees_updates_of_every_owner(root / "qwen3", TWO_RANKS[-1])
     for family in FAMILIES:
         _exports_a_folder(root / family, root / f"{family}_out", ParallelConfig(tensor=2))
-    _publishes_versions(root / "qwen3_moe", ParallelConfig(pipeline=2))
     _bf16_halves_the_wire(root / "qwen2_tied", ParallelConfig(tensor=2))
     _refuses_wrong_folders(root, ParallelConfig(tensor=2))
 
