@@ -53,6 +53,7 @@ class ScriptedServer:
     says_versions: bool = True
     digests: list[dict[str, str]] = field(default_factory=lambda: [{"w": "0a"}])
     running: int = 0
+    sampled: int = 0
     _starts: asyncio.Event = field(default_factory=asyncio.Event)
     _steps: asyncio.Event = field(default_factory=asyncio.Event)
     _server: asyncio.Server | None = None
@@ -140,6 +141,7 @@ class ScriptedServer:
             if not spans or spans[-1]["version"] != self.version:
                 spans.append({"version": self.version, "start": index})
             spans[-1]["end"] = index + 1
+            self.sampled += 1
         self.running -= 1
         choice = {
             "index": 0,

@@ -238,7 +238,7 @@ def test_what_a_kept_request_samples_from_new_weights_waits_for_their_proof(
     async def use(engine: VllmEngine) -> None:
         await update(engine, 4)
         kept = asyncio.create_task(engine.generate(REQUEST))
-        while not server.running:
+        while not server.sampled:
             await asyncio.sleep(0.001)
         await engine.load(INFO, PAYLOAD)
         await engine.verify(DIGESTS)
@@ -263,7 +263,7 @@ def test_an_answer_of_old_weights_waits_for_no_proof_of_new_ones(server: Scripte
     async def use(engine: VllmEngine) -> int:
         await update(engine, 4)
         running = asyncio.create_task(engine.generate(REQUEST))
-        while not server.running:
+        while not server.sampled:
             await asyncio.sleep(0.001)
         await engine.load(INFO, PAYLOAD)
         return (await asyncio.wait_for(running, 4)).policy_version
