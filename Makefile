@@ -53,6 +53,7 @@ test-gpu: install
 bench: install
 	$(BIN)/python benchmarks/loss_memory.py
 	$(BIN)/python benchmarks/loss_time.py
+	$(BIN)/python benchmarks/resharding.py
 	$(BIN)/python benchmarks/data_check.py
 	$(BIN)/python benchmarks/grading.py
 
