@@ -87,8 +87,8 @@ def _show_ranks(console: Console, config: RunConfig) -> None:
     where = "given as endpoints" if rollout.endpoints else rollout.placement
     console.print(
         f"{rollout.engines} rollout engine(s) of {rollout.engine_tensor} device(s), {where}; "
-        f"resharding.transport={config.resharding.transport} (`megatron-dapo plan` prints who sends "
-        "what)."
+        f"resharding.transport={config.resharding.transport} (`megatron-dapo plan` prints who "
+        "sends what)."
     )
 
 
