@@ -11,13 +11,13 @@ set -u
   exec python -m megatron_dapo.train "$@"
 ) &
 trainer=$!
-trap : USR1 TERM
+trap 'interrupted=1' USR1 TERM
 
-code=0
-wait "$trainer" || code=$?
-while kill -0 "$trainer" 2>/dev/null; do # a signal ends wait, not the trainer
+while :; do # a signal ends wait, not the trainer; waiting again gives the trainer's own code
+  interrupted=0
   code=0
   wait "$trainer" || code=$?
+  ((interrupted)) || break
 done
 echo "$code" >"$EXIT_CODES/$SLURM_PROCID"
 exit "$code"
