@@ -11,13 +11,9 @@ set -u
   exec python -m megatron_dapo.train "$@"
 ) &
 trainer=$!
-trap 'interrupted=1' USR1 TERM
+trap '' USR1 TERM # a trap with a command would end wait, and bash then loses the trainer's code
 
-while :; do # a signal ends wait, not the trainer; waiting again gives the trainer's own code
-  interrupted=0
-  code=0
-  wait "$trainer" || code=$?
-  ((interrupted)) || break
-done
+code=0
+wait "$trainer" || code=$?
 echo "$code" >"$EXIT_CODES/$SLURM_PROCID"
 exit "$code"
