@@ -29,6 +29,7 @@ from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.load import RESOLVED_FILE
 from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.model_shape import read_hf_config
+from megatron_dapo.observability.logs import quiet_logs
 
 
 def export_main(options: argparse.Namespace) -> int:
@@ -38,6 +39,7 @@ def export_main(options: argparse.Namespace) -> int:
         ConfigError: no complete checkpoint is there, it is not of the model that the run names,
             or OUT exists.
     """
+    quiet_logs()
     run_dir, checkpoint = find_checkpoint(options.checkpoint.absolute())
     out = options.out.absolute()
     if out.exists():
