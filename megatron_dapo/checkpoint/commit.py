@@ -1,8 +1,13 @@
 """Crash-safe directories: a checkpoint is complete or it is not there.
 
-A save writes into `.step_N.tmp`, then flushes every file, writes the manifest (sizes and
-SHA-256), renames the directory and moves the pointer file. A directory without a manifest, or
-with a file missing or of another size, is incomplete and is never resumed from.
+    .step_N.tmp      being written; the manifest comes last
+    step_N           complete: renamed once everything is flushed
+    .step_N.old      made way for a new save of the same step, which follows at once
+    .step_N.removed  being deleted
+    step_N.corrupt   found damaged and set aside; nothing reads or deletes it
+
+Whatever a dead process left with a dot in front, the next start finishes or removes.
+A manifest names every file with its size and SHA-256, and protects itself by its own.
 """
 
 from __future__ import annotations
@@ -10,12 +15,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypedDict
+
+from megatron_dapo.checkpoint.durable_files import (
+    FileRecord,
+    content_faults,
+    replace_durably,
+    size_faults,
+    sync_directory,
+    write_durably,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -25,15 +37,11 @@ TENSORS = "megatron"
 """Folder in a checkpoint: the distributed checkpoint of weights and optimizer."""
 MANIFEST_FILE = "manifest.json"
 POINTER_FILE = "latest"
-"""Holds the name of the newest complete checkpoint, for people and scripts."""
+"""Holds the name of the newest complete checkpoint, for people and scripts; nothing of ours reads
+it."""
 _STEP = re.compile(r"step_(\d{8,})")
-
-
-class FileRecord(TypedDict):
-    """What the manifest says of one file."""
-
-    bytes: int
-    sha256: str
+_LEFTOVER = re.compile(r"\.(?:step_(\d{8,})\.(tmp|old|removed)|latest\.tmp)")
+_CORRUPT = re.compile(r"step_\d{8,}\.corrupt(?:\.\d+)?")
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -53,24 +61,8 @@ def unfinished_folder(folder: Path, step: int) -> Path:
     return folder / f".step_{step:08d}.tmp"
 
 
-def find_faults(checkpoint: Path) -> list[str]:
-    """Why a checkpoint directory is incomplete, by file; empty when it is complete."""
-    manifest = checkpoint / MANIFEST_FILE
-    if not manifest.is_file():
-        return [f"{MANIFEST_FILE} is missing"]
-    faults = []
-    for name, record in read_manifest(checkpoint).items():
-        path = checkpoint / name
-        if not path.is_file():
-            faults.append(f"{name} is missing")
-        elif path.stat().st_size != record["bytes"]:
-            faults.append(f"{name} has {path.stat().st_size} bytes instead of {record['bytes']}")
-    return faults
-
-
-def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
-    """File name -> size and SHA-256 of everything in a committed checkpoint."""
-    return json.loads((checkpoint / MANIFEST_FILE).read_text())["files"]
+def _aside(folder: Path, step: int, ending: str) -> Path:
+    return folder / f".step_{step:08d}.{ending}"
 
 
 def list_steps(folder: Path) -> list[int]:
@@ -79,6 +71,48 @@ def list_steps(folder: Path) -> list[int]:
         return []
     matches = (_STEP.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
     return sorted(int(match[1]) for match in matches if match)
+
+
+def list_corrupt(folder: Path) -> list[Path]:
+    """Checkpoints that were set aside."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _CORRUPT.fullmatch(path.name))
+
+
+def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
+    """File name -> size and SHA-256 of everything in a committed checkpoint.
+
+    Raises:
+        ValueError: it is missing or not as it was written.
+    """
+    path = checkpoint / MANIFEST_FILE
+    try:
+        text = path.read_text()
+        document = json.loads(text)
+        files: dict[str, FileRecord] = document["files"]
+        unchanged = text == _manifest_text(document["step"], files)
+    except FileNotFoundError as error:
+        raise ValueError(f"{MANIFEST_FILE} is missing") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST_FILE} cannot be read: {error}") from error
+    if not unchanged:
+        raise ValueError(f"{MANIFEST_FILE} differs from its own digest")
+    return files
+
+
+def find_faults(checkpoint: Path) -> list[str]:
+    """Why a checkpoint is incomplete, by names and sizes; empty when it is complete."""
+    try:
+        records = read_manifest(checkpoint)
+    except ValueError as error:
+        return [str(error)]
+    return list(size_faults(checkpoint, records))
+
+
+def find_damage(checkpoint: Path) -> list[str]:
+    """As `find_faults`, and by the content of every file, in this process alone."""
+    return find_faults(checkpoint) or list(content_faults(checkpoint, read_manifest(checkpoint)))
 
 
 def newest_complete(folder: Path) -> Path | None:
@@ -101,97 +135,97 @@ def require_complete(checkpoint: Path) -> None:
     faults = find_faults(checkpoint)
     if faults:
         raise RuntimeError(
-            f"checkpoint {checkpoint} is incomplete: {faults[0]}; resume from an older one "
-            "(newest_complete finds it) or start anew"
+            f"checkpoint {checkpoint} is incomplete: {faults[0]}; take another step, or start anew"
         )
 
 
-def list_files(directory: Path) -> list[str]:
-    """Names of all files below `directory`, sorted, with / between folders."""
-    files = (path for path in directory.rglob("*") if path.is_file())
-    return sorted(path.relative_to(directory).as_posix() for path in files)
-
-
-def record_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Flush files to disk and record their sizes and digests."""
-    records: dict[str, FileRecord] = {}
-    for name in names:
-        with (directory / name).open("rb") as file:
-            os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            records[name] = FileRecord(bytes=file.tell(), sha256=digest)
-    return records
-
-
-def verify_files(checkpoint: Path, names: Iterable[str]) -> None:
+def verify_files(checkpoint: Path, names: list[str]) -> None:
     """Compare files with the manifest's digests.
 
     Raises:
         RuntimeError: a file changed after it was committed.
     """
-    manifest = read_manifest(checkpoint)
-    for name in names:
-        with (checkpoint / name).open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != manifest[name]["sha256"]:
-            raise RuntimeError(
-                f"{checkpoint / name} differs from the digest in {MANIFEST_FILE}: the file is "
-                "damaged; resume from another checkpoint"
-            )
+    records = read_manifest(checkpoint)
+    for fault in content_faults(checkpoint, {name: records[name] for name in names}):
+        raise RuntimeError(f"{checkpoint} is damaged: {fault}; take another step")
 
 
 def commit(folder: Path, step: int, records: Mapping[str, FileRecord]) -> Path:
     """Turn the finished `.step_N.tmp` into `step_N` and point to it.
 
-    One process calls it, after every file is written and recorded. An earlier directory of the
-    same step is replaced.
+    One process calls it, after every file is written, flushed and recorded. A checkpoint of the
+    same step goes only once the new one stands in its place.
     """
     unfinished, final = unfinished_folder(folder, step), step_folder(folder, step)
-    manifest = {"format": 1, "step": step, "files": dict(sorted(records.items()))}
-    write_text_durably(unfinished / MANIFEST_FILE, json.dumps(manifest, indent=1))
+    write_durably(unfinished / MANIFEST_FILE, _manifest_text(step, records).encode())
     for directory in (*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished):
         sync_directory(directory)
-    if final.exists():
-        remove_checkpoint(final)
-    unfinished.rename(final)
-    sync_directory(folder)
-    write_text_durably(folder / POINTER_FILE, final.name + "\n")
+    _put_in_place(folder, step)
+    replace_durably(folder / POINTER_FILE, final.name + "\n")
     return final
 
 
-def steps_to_remove(complete_steps: Sequence[int], keep: int) -> list[int]:
-    """Complete steps beyond the `keep` newest."""
-    return sorted(complete_steps)[:-keep]
+def _put_in_place(folder: Path, step: int) -> None:
+    final, replaced = step_folder(folder, step), _aside(folder, step, "old")
+    if final.exists():
+        final.rename(replaced)
+    unfinished_folder(folder, step).rename(final)
+    sync_directory(folder)
+    if replaced.exists():
+        shutil.rmtree(replaced)
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """Delete the oldest complete checkpoints; call it only after a new one is committed."""
-    complete = [step for step in list_steps(folder) if not find_faults(step_folder(folder, step))]
-    for step in steps_to_remove(complete, keep):
-        remove_checkpoint(step_folder(folder, step))
+def _manifest_text(step: int, records: Mapping[str, FileRecord]) -> str:
+    document: dict[str, object] = {
+        "format": 1,
+        "step": step,
+        "files": dict(sorted(records.items())),
+    }
+    document["sha256"] = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    return json.dumps(document, indent=1)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Finish or remove what a dead process left. Only who owns the run directory may call it.
+
+    A save that died between its manifest and its rename is complete, and is kept where no
+    checkpoint of its step stands.
+    """
+    if not folder.is_dir():
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    found = [match for match in map(_LEFTOVER.fullmatch, names) if match]
+    for match in sorted(found, key=lambda match: match[2] != "tmp"):
+        path = folder / match[0]
+        if match[2] is None:
+            path.unlink()
+            continue
+        final = step_folder(folder, int(match[1]))
+        if match[2] != "removed" and not final.exists() and not find_damage(path):
+            logger.warning("%s is complete: it becomes %s", path, final.name)
+            path.rename(final)
+            sync_directory(folder)
+        else:
+            logger.warning("%s is left of a process that died: removed", path)
+            shutil.rmtree(path)
+
+
+def set_aside(checkpoint: Path, fault: str) -> Path:
+    """Rename a damaged checkpoint, for people to look at; nothing resumes from it any more."""
+    aside = checkpoint.with_name(f"{checkpoint.name}.corrupt")
+    count = 1
+    while aside.exists():
+        count += 1
+        aside = checkpoint.with_name(f"{checkpoint.name}.corrupt.{count}")
+    checkpoint.rename(aside)
+    sync_directory(checkpoint.parent)
+    logger.error("%s is damaged (%s): kept as %s", checkpoint, fault, aside.name)
+    return aside
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Delete a checkpoint, its manifest first: a half-deleted one is seen as incomplete."""
-    (checkpoint / MANIFEST_FILE).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint)
-
-
-def write_text_durably(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old text or the new, also after a crash."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with unfinished.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.rename(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Delete a checkpoint, out of sight first: a half-deleted one is never seen as a step."""
+    going = _aside(checkpoint.parent, step_of(checkpoint), "removed")
+    checkpoint.rename(going)
+    sync_directory(checkpoint.parent)
+    shutil.rmtree(going)

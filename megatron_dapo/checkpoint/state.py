@@ -1,17 +1,14 @@
 """Save and restore everything that an exact resume needs; any layout loads any other's.
 
-Weights and optimizer go through Megatron's distributed checkpoints, which cut every tensor
-anew for the layout that loads it. Counters and positions are JSON. Random states belong to
-ranks, so they come back only in the layout that saved them.
+Weights and optimizer are a distributed checkpoint, which is cut anew for the layout that loads it.
+Counters and positions are JSON. Random states belong to ranks, so they come back only in the layout
+that saved them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,19 +18,24 @@ import torch.distributed as dist
 from pydantic import JsonValue
 
 from megatron_dapo import device
-from megatron_dapo.checkpoint.commit import (
-    TENSORS,
-    FileRecord,
-    commit,
-    list_files,
-    read_manifest,
-    record_files,
-    remove_old,
-    require_complete,
-    unfinished_folder,
-    verify_files,
+from megatron_dapo.checkpoint.commit import TENSORS, step_folder
+from megatron_dapo.checkpoint.find import damage_found_together
+from megatron_dapo.checkpoint.header import (
+    HEADER_FILE,
+    Header,
+    Score,
+    read_header,
+    read_states,
+    state_files,
 )
-from megatron_dapo.checkpoint.spawn_guard import require_main_guard
+from megatron_dapo.checkpoint.random_states import (
+    dump_random_states,
+    random_file,
+    restore_random_states,
+)
+from megatron_dapo.checkpoint.save import StagedSave, write_save
+from megatron_dapo.checkpoint.tensors import stage_tensors
+from megatron_dapo.config.checkpoint import CheckpointConfig
 from megatron_dapo.parallel.context import ParallelContext
 
 device.install_cpu_support()
@@ -42,15 +44,10 @@ from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer  # noqa: E402
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 CRITIC = "critic"
-STATE_FILE = "state.json"
-RANDOM = "random"
-_OWNER = re.compile(r"(?:__|rank_)(\d+)")
-"""Which rank wrote a file, in its name: `__3_0.distcp`, `rank_00003.pt`."""
 
 
 class Critic(Protocol):
@@ -83,46 +80,60 @@ def save_checkpoint(
 ) -> Path:
     """Write `folder/step_N` completely or not at all, then delete the oldest beyond `keep`.
 
-    Every rank calls it, on a file system that all share. Megatron gathers the optimizer's
-    shards over the data ranks; the control group waits for all files. Afterwards the folder is
-    flushed, has a manifest with digests, and `folder/latest` names it.
+    Every rank calls it, on a file system that all share; the arguments are `stage_save`'s.
+
+    Raises:
+        CheckpointError: on every rank, when one could not write.
+    """
+    staged = stage_save(
+        folder,
+        step,
+        chunks=chunks,
+        optimizer=optimizer,
+        state=state,
+        parallel=parallel,
+        critic=critic,
+        copy=False,
+    )
+    write_save(staged, CheckpointConfig(keep=keep), parallel.control_group)
+    return step_folder(folder, step)
+
+
+def stage_save(
+    folder: Path,
+    step: int,
+    *,
+    chunks: Sequence[GPTModel],
+    optimizer: ChainedOptimizer | None,
+    state: Mapping[str, JsonValue],
+    parallel: ParallelContext,
+    copy: bool,
+    critic: Critic | None = None,
+    score: Score | None = None,
+) -> StagedSave:
+    """What this rank will write of a checkpoint of now. Every rank calls it.
+
+    Megatron gathers the optimizer's shards over the data ranks; plans go to rank 0.
 
     Args:
         chunks: this rank's model chunks, unwrapped.
         optimizer: None saves the weights alone.
-        state: counters, positions, schedules; the same on every rank, rank 0's is written.
+        state: counters, positions, schedules by name; rank 0's are written, a file each.
+        copy: hold all tensors a second time, so that they may change before they are written.
         critic: of PPO, with its optimizer; into a folder of its own.
-
-    Raises:
-        RuntimeError: the main script would be run again by the writer's helper process.
+        score: what `checkpoint.keep_best` compares.
     """
-    require_main_guard()
-    unfinished = unfinished_folder(folder, step)
-    if parallel.rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        (unfinished / TENSORS).mkdir(parents=True)
-        (unfinished / RANDOM).mkdir()
-        if critic is not None:
-            (unfinished / CRITIC).mkdir()
-        document = {
-            "step": step,
-            "layout": _layout(parallel, len(chunks)),
-            "optimizers": 0 if optimizer is None else len(optimizer.chained_optimizers),
-            "state": dict(state),
-        }
-        (unfinished / STATE_FILE).write_text(json.dumps(document, indent=1))
-    dist.barrier(group=parallel.control_group)
-    _save_tensors(unfinished / TENSORS, chunks, optimizer)
+    group = parallel.control_group
+    tensors = {TENSORS: stage_tensors(_sharded_state(chunks, optimizer), group=group, copy=copy)}
     if critic is not None:
-        _save_tensors(unfinished / CRITIC, critic.chunks, critic.optimizer)
-    torch.save(_random_states(), _random_file(unfinished, parallel.rank))
-    dist.barrier(group=parallel.control_group)
-    records = _record_all(unfinished, parallel)
+        parts = _sharded_state(critic.chunks, critic.optimizer)
+        tensors[CRITIC] = stage_tensors(parts, group=group, copy=copy)
+    files = {random_file(parallel.rank): dump_random_states()}
     if parallel.rank == 0:
-        commit(folder, step, records)
-        remove_old(folder, keep)
-    dist.barrier(group=parallel.control_group)
-    return folder / unfinished.stem.removeprefix(".")
+        optimizers = 0 if optimizer is None else len(optimizer.chained_optimizers)
+        header = Header(step, _layout(parallel, len(chunks)), optimizers, score)
+        files |= {HEADER_FILE: header.text().encode(), **state_files(state)}
+    return StagedSave(folder, step, tensors, files)
 
 
 def load_checkpoint(
@@ -132,27 +143,28 @@ def load_checkpoint(
     optimizer: ChainedOptimizer | None,
     parallel: ParallelContext,
     critic: Critic | None = None,
-    verify_digests: bool = True,
+    verify: bool = True,
 ) -> Restored:
     """Fill weights, optimizer and random states from `checkpoint`, whatever layout wrote it.
 
-    Every rank calls it with freshly built parts. Each rank reads the slices that it holds; the
-    digests are checked once, the files shared out over the ranks.
+    Every rank calls it with freshly built parts. Each rank reads the slices that it holds.
 
     Args:
         optimizer: None takes the weights alone.
         critic: None leaves a saved one where it is.
+        verify: compare all files with their digests first; `find_checkpoint` has done that.
 
     Raises:
-        RuntimeError: the checkpoint is incomplete or damaged.
+        RuntimeError: on every rank: the checkpoint is incomplete or damaged.
+        ConfigError: another version of this package wrote it in another format.
         ValueError: its optimizer cannot be cut for this layout, or it has no critic.
     """
-    require_complete(checkpoint)
-    if verify_digests:
-        _verify_all(checkpoint, parallel)
-    document = json.loads((checkpoint / STATE_FILE).read_text())
+    faults = damage_found_together(checkpoint, parallel.control_group) if verify else []
+    if faults:
+        raise RuntimeError(f"checkpoint {checkpoint} is damaged: {faults[0]}; take another step")
+    header = read_header(checkpoint)
     if optimizer is not None:
-        _check_optimizers(document["optimizers"], optimizer, checkpoint)
+        _check_optimizers(header.optimizers, optimizer, checkpoint)
     if critic is not None and not (checkpoint / CRITIC).is_dir():
         raise ValueError(
             f"{checkpoint} holds no critic: it was saved without advantage.estimator=gae. Resume "
@@ -161,20 +173,20 @@ def load_checkpoint(
     _load_tensors(checkpoint / TENSORS, chunks, optimizer)
     if critic is not None:
         _load_tensors(checkpoint / CRITIC, critic.chunks, critic.optimizer)
-    same_layout = document["layout"] == _layout(parallel, len(chunks))
+    same_layout = header.layout == _layout(parallel, len(chunks))
     if same_layout:
-        _restore_random_states(_random_file(checkpoint, parallel.rank))
+        restore_random_states(checkpoint / random_file(parallel.rank))
     elif parallel.rank == 0 and optimizer is not None:
         logger.warning(
-            "%s was saved by layout %s: random states start anew", checkpoint, document["layout"]
+            "%s was saved by layout %s: random states start anew", checkpoint, header.layout
         )
     dist.barrier(group=parallel.control_group)
-    return Restored(document["step"], document["state"], same_layout)
+    return Restored(header.step, read_states(checkpoint), same_layout)
 
 
 def holds_optimizer(checkpoint: Path) -> bool:
     """False for weights alone: what `megatron-dapo convert` writes."""
-    return json.loads((checkpoint / STATE_FILE).read_text())["optimizers"] > 0
+    return read_header(checkpoint).optimizers > 0
 
 
 def _metadata() -> dict[str, object]:
@@ -186,18 +198,11 @@ def _metadata() -> dict[str, object]:
     }
 
 
-def _save_tensors(
-    folder: Path, chunks: Sequence[GPTModel], optimizer: ChainedOptimizer | None
-) -> None:
-    dist_checkpointing.save(
-        _sharded_state(chunks, optimizer, loading=False), str(folder), content_metadata=_metadata()
-    )
-
-
 def _load_tensors(
     folder: Path, chunks: Sequence[GPTModel], optimizer: ChainedOptimizer | None
 ) -> None:
-    loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, loading=True), str(folder))
+    state = _sharded_state(chunks, optimizer, loading=True)
+    loaded = dist_checkpointing.load(state, str(folder))
     for key, chunk in zip(_chunk_keys(chunks), chunks, strict=True):
         chunk.load_state_dict(loaded[key])
     if optimizer is not None:
@@ -209,7 +214,7 @@ def _chunk_keys(chunks: Sequence[GPTModel]) -> list[str]:
 
 
 def _sharded_state(
-    chunks: Sequence[GPTModel], optimizer: ChainedOptimizer | None, *, loading: bool
+    chunks: Sequence[GPTModel], optimizer: ChainedOptimizer | None, *, loading: bool = False
 ) -> dict[str, object]:
     state: dict[str, object] = {
         key: chunk.sharded_state_dict(metadata=_metadata())
@@ -220,6 +225,8 @@ def _sharded_state(
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=loading, metadata=_metadata()
         )
+    if not loading:
+        state["content_metadata"] = _metadata()
     return state
 
 
@@ -296,56 +303,3 @@ def _layout(parallel: ParallelContext, chunks: int) -> dict[str, int]:
         "expert": parallel.ep_size,
         "expert_tensor": parallel.etp_size,
     }
-
-
-def _random_file(checkpoint: Path, rank: int) -> Path:
-    return checkpoint / RANDOM / f"rank_{rank:05d}.pt"
-
-
-def _random_states() -> dict[str, object]:
-    states = {"cpu": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _restore_random_states(path: Path) -> None:
-    states = torch.load(path, weights_only=True)
-    torch.set_rng_state(states["cpu"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-
-
-def _my_share(names: Iterable[str], parallel: ParallelContext) -> list[str]:
-    """Files that this rank flushes and digests: its own, and on rank 0 those of nobody."""
-    owners = {name: _OWNER.match(name.rpartition("/")[2]) for name in names}
-    return [
-        name
-        for name, owner in owners.items()
-        if (int(owner[1]) % parallel.world_size if owner else 0) == parallel.rank
-    ]
-
-
-def _record_all(unfinished: Path, parallel: ParallelContext) -> dict[str, FileRecord]:
-    """Sizes and digests of all files, on every rank; each rank reads the files that it wrote."""
-    names: list[list[str]] = [list_files(unfinished) if parallel.rank == 0 else []]
-    dist.broadcast_object_list(names, src=0, group=parallel.control_group)
-    mine = record_files(unfinished, _my_share(names[0], parallel))
-    gathered: list[dict[str, FileRecord]] = [{}] * parallel.world_size
-    dist.all_gather_object(gathered, mine, group=parallel.control_group)
-    return {name: record for records in gathered for name, record in records.items()}
-
-
-def _verify_all(checkpoint: Path, parallel: ParallelContext) -> None:
-    """Check digests; when one rank finds a damaged file, every rank raises."""
-    fault = ""
-    try:
-        verify_files(checkpoint, _my_share(read_manifest(checkpoint), parallel))
-    except RuntimeError as error:
-        fault = str(error)
-    faults: list[str] = [""] * parallel.world_size
-    dist.all_gather_object(faults, fault, group=parallel.control_group)
-    first = next((text for text in faults if text), None)
-    if first is not None:
-        raise RuntimeError(first)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dapo.checkpoint import save as checkpoint_save
 from megatron_dapo.checkpoint import state as checkpoint_state
 from megatron_dapo.checkpoint.commit import newest_complete, step_folder
+from megatron_dapo.checkpoint.save import CheckpointError
 from megatron_dapo.checkpoint.state import Restored, load_checkpoint, save_checkpoint
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.policy import Policy
@@ -170,8 +172,8 @@ def _keeps_and_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def disk_full(*args: object, **options: object) -> None:
             raise OSError("no space left on device")
 
-        patch.setattr(checkpoint_state.dist_checkpointing, "save", disk_full)
-        with pytest.raises(OSError, match="no space"):
+        patch.setattr(checkpoint_save, "write_tensors", disk_full)
+        with pytest.raises(CheckpointError, match="no space"):
             _save(policy, folder, 30, keep=1)
     assert newest_complete(folder) == step_folder(folder, 20)
     dist.barrier()
@@ -187,7 +189,7 @@ def _keeps_and_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if policy.parallel.rank == 0:
         victim.unlink()
     dist.barrier()
-    with pytest.raises(RuntimeError, match="incomplete"):
+    with pytest.raises(RuntimeError, match="distcp is missing"):
         _load(policy, step_folder(folder, 20))
     _destroy(policy)
 

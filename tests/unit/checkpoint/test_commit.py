@@ -1,41 +1,52 @@
-"""Which directories count as checkpoints, which one is resumed, and which are deleted."""
+"""Which directories count as checkpoints, which one is resumed, and what a dead save leaves."""
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checkpoint import commit as commit_module
 from megatron_dapo.checkpoint.commit import (
     MANIFEST_FILE,
     POINTER_FILE,
+    clear_leftovers,
     commit,
+    find_damage,
     find_faults,
-    list_files,
+    list_corrupt,
     list_steps,
     newest_complete,
-    record_files,
-    remove_old,
+    remove_checkpoint,
     require_complete,
+    set_aside,
     step_folder,
     unfinished_folder,
     verify_files,
-    write_text_durably,
 )
+from megatron_dapo.checkpoint.durable_files import list_files, record_files, replace_durably
+from megatron_dapo.checkpoint.retention import remove_old
+from megatron_dapo.config.checkpoint import CheckpointConfig
 from tests.unit.handed import Case, handed_cases
 
 FILES = ("optimizer", "model/shard")
 
 
-def save(folder: Path, step: int, *, fails: bool = False) -> None:
+def write(folder: Path, step: int) -> None:
     unfinished = unfinished_folder(folder, step)
     (unfinished / "model").mkdir(parents=True)
     for name in FILES:
         (unfinished / name).write_text(f"{name} of {step}")
-        if fails:
-            return
-    commit(folder, step, record_files(unfinished, list_files(unfinished)))
+
+
+def save(folder: Path, step: int, *, fails: bool = False) -> None:
+    write(folder, step)
+    if not fails:
+        unfinished = unfinished_folder(folder, step)
+        commit(folder, step, record_files(unfinished, list_files(unfinished)))
 
 
 def damage(checkpoint: Path, missing: str) -> None:
@@ -53,7 +64,7 @@ def test_resume_choice_of_handed_cases(
     (tmp_path / POINTER_FILE).unlink()
     if case["input"]["pointer"] is not None:
         pointed = step_folder(tmp_path, case["input"]["pointer"]).name
-        write_text_durably(tmp_path / POINTER_FILE, pointed)
+        replace_durably(tmp_path / POINTER_FILE, pointed)
     with caplog.at_level(logging.WARNING):
         chosen = newest_complete(tmp_path)
     assert chosen == step_folder(tmp_path, case["expect"]["resume_from"])
@@ -69,7 +80,7 @@ def test_keep_rule_of_handed_cases(case: Case, tmp_path: Path) -> None:
     failed = given.get("save_failed", False)
     save(tmp_path, given["new_step"], fails=failed)
     if not failed:
-        remove_old(tmp_path, given["keep"])
+        remove_old(tmp_path, CheckpointConfig(keep=given["keep"]))
     assert list_steps(tmp_path) == case["expect"]["left"]
     assert newest_complete(tmp_path) == step_folder(tmp_path, case["expect"]["left"][-1])
 
@@ -77,9 +88,9 @@ def test_keep_rule_of_handed_cases(case: Case, tmp_path: Path) -> None:
 def test_a_committed_checkpoint_is_complete_and_pointed_to(tmp_path: Path) -> None:
     save(tmp_path, 7)
     checkpoint = step_folder(tmp_path, 7)
-    assert find_faults(checkpoint) == []
+    assert find_damage(checkpoint) == []
     require_complete(checkpoint)
-    verify_files(checkpoint, FILES)
+    verify_files(checkpoint, [*FILES])
     assert (tmp_path / POINTER_FILE).read_text() == "step_00000007\n"
     assert list(tmp_path.glob(".*")) == []
 
@@ -89,6 +100,21 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     damage(step_folder(tmp_path, 7), "optimizer")
     save(tmp_path, 7)
     require_complete(step_folder(tmp_path, 7))
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_step_is_not_given_up_before_the_new_save_of_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 7)
+
+    def dies(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commit_module, "_put_in_place", dies)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 7)
+    assert find_damage(step_folder(tmp_path, 7)) == []
 
 
 @pytest.mark.parametrize("name", [*FILES, MANIFEST_FILE])
@@ -110,15 +136,31 @@ def test_a_changed_byte_is_found_by_its_digest(tmp_path: Path) -> None:
     path = step_folder(tmp_path, 7) / "optimizer"
     path.write_text(path.read_text().swapcase())
     assert find_faults(path.parent) == []
+    assert len(find_damage(path.parent)) == 1
     with pytest.raises(RuntimeError, match="optimizer differs from the digest"):
-        verify_files(path.parent, FILES)
+        verify_files(path.parent, [*FILES])
+
+
+def test_every_flipped_bit_of_a_manifest_is_found(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    path = step_folder(tmp_path, 7) / MANIFEST_FILE
+    content = path.read_bytes()
+    json.loads(content)
+    for place in range(len(content)):
+        for bit in range(8):
+            changed = bytearray(content)
+            changed[place] ^= 1 << bit
+            path.write_bytes(changed)
+            assert find_faults(path.parent), (place, bit, bytes(changed))
+    path.write_bytes(content)
+    assert find_faults(path.parent) == []
 
 
 def test_incomplete_checkpoints_neither_count_nor_get_deleted(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step)
     damage(step_folder(tmp_path, 30), "optimizer")
-    remove_old(tmp_path, keep=2)
+    remove_old(tmp_path, CheckpointConfig(keep=2))
     assert list_steps(tmp_path) == [10, 20, 30]
 
 
@@ -126,3 +168,79 @@ def test_no_checkpoint_at_all_is_none(tmp_path: Path) -> None:
     assert newest_complete(tmp_path / "nowhere") is None
     (tmp_path / "step_x").mkdir()
     assert newest_complete(tmp_path) is None
+
+
+def test_a_half_written_save_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    save(tmp_path, 8, fails=True)
+    (tmp_path / ".latest.tmp").write_text("step_0000")
+    clear_leftovers(tmp_path)
+    assert list_steps(tmp_path) == [7]
+    assert list(tmp_path.glob(".*")) == []
+    clear_leftovers(tmp_path / "nowhere")
+
+
+def test_a_complete_save_that_was_not_renamed_is_kept(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    step_folder(tmp_path, 7).rename(unfinished_folder(tmp_path, 7))
+    clear_leftovers(tmp_path)
+    assert find_damage(step_folder(tmp_path, 7)) == []
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("new_one_is_good", [True, False])
+def test_a_step_that_made_way_comes_back_where_its_successor_is_bad(
+    tmp_path: Path, new_one_is_good: bool
+) -> None:
+    save(tmp_path, 7)
+    new = tmp_path / ".step_00000007.tmp"
+    shutil.copytree(step_folder(tmp_path, 7), new)
+    (new / "optimizer").write_text("OPTIMIZER of 7")
+    if new_one_is_good:
+        shutil.rmtree(new)
+        write(tmp_path, 7)
+        (new / "optimizer").write_text("OPTIMIZER of 7")
+        step_folder(tmp_path, 7).rename(tmp_path / ".step_00000007.old")
+        commit(tmp_path, 7, record_files(new, list_files(new)))
+        step_folder(tmp_path, 7).rename(new)
+        save(tmp_path / "other", 7)
+        (tmp_path / "other" / "step_00000007").rename(tmp_path / ".step_00000007.old")
+    else:
+        step_folder(tmp_path, 7).rename(tmp_path / ".step_00000007.old")
+    clear_leftovers(tmp_path)
+    assert find_damage(step_folder(tmp_path, 7)) == []
+    text = (step_folder(tmp_path, 7) / "optimizer").read_text()
+    assert text == ("OPTIMIZER of 7" if new_one_is_good else "optimizer of 7")
+    assert list(tmp_path.glob(".*")) == []
+
+
+def test_a_half_deleted_checkpoint_is_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 7)
+
+    def dies(path: Path) -> None:
+        (path / "optimizer").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commit_module.shutil, "rmtree", dies)
+        with pytest.raises(KeyboardInterrupt):
+            remove_checkpoint(step_folder(tmp_path, 7))
+    assert list_steps(tmp_path) == []
+    clear_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [tmp_path / POINTER_FILE]
+
+
+def test_a_damaged_checkpoint_is_kept_under_a_name_that_nothing_resumes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        save(tmp_path, 7)
+        set_aside(step_folder(tmp_path, 7), "optimizer has 3 bytes")
+    assert list_steps(tmp_path) == []
+    names = [path.name for path in list_corrupt(tmp_path)]
+    assert names == ["step_00000007.corrupt", "step_00000007.corrupt.2"]
+    assert "optimizer has 3 bytes" in caplog.text and names[1] in caplog.text
+    clear_leftovers(tmp_path)
+    assert len(list_corrupt(tmp_path)) == 2

@@ -9,8 +9,9 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor
 
-from megatron_dapo.checkpoint.commit import TENSORS, commit, list_files, record_files
+from megatron_dapo.checkpoint.commit import TENSORS, commit
 from megatron_dapo.checkpoint.commit import unfinished_folder as unfinished
+from megatron_dapo.checkpoint.durable_files import list_files, record_files
 from megatron_dapo.config import load_config
 from megatron_dapo.config.load import save_resolved
 from megatron_dapo.resharding.cuts import fuse

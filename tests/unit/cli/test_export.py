@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checkpoint.commit import commit, unfinished_folder
+from megatron_dapo.checkpoint.durable_files import FileRecord
 from megatron_dapo.cli.export import export_config, export_main, find_checkpoint
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.load import save_resolved
@@ -22,14 +23,11 @@ LAYOUTS = [
 
 def write_checkpoint(run_dir: Path, step: int, *, complete: bool = True) -> Path:
     """A step of one file."""
-    folder = run_dir / "checkpoints" / f"step_{step:08d}"
-    folder.mkdir(parents=True)
-    (folder / "state.json").write_text("{}")
-    size = 2 if complete else 3
-    record = {"bytes": size, "sha256": "0" * 64}
-    manifest = {"format": 1, "step": step, "files": {"state.json": record}}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
+    checkpoints = run_dir / "checkpoints"
+    unfinished_folder(checkpoints, step).mkdir(parents=True)
+    (unfinished_folder(checkpoints, step) / "state.json").write_text("{}")
+    record = FileRecord(bytes=2 if complete else 3, sha256="0" * 64)
+    return commit(checkpoints, step, {"state.json": record})
 
 
 @pytest.fixture

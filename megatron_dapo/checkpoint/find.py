@@ -1,0 +1,102 @@
+"""Which checkpoint a run goes on from: verified by all ranks, the damaged ones set aside."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_dapo.checkpoint.commit import (
+    clear_leftovers,
+    find_faults,
+    list_corrupt,
+    list_steps,
+    read_manifest,
+    set_aside,
+    step_folder,
+)
+from megatron_dapo.checkpoint.durable_files import FileRecord, content_faults
+
+logger = logging.getLogger(__name__)
+ValueT = TypeVar("ValueT")
+_OWNER = re.compile(r"(?:__|rank_)(\d+)")
+"""Which rank wrote a file, in its name: `__3_0.distcp`, `rank_00003.pt`."""
+
+
+def find_checkpoint(folder: Path, group: ProcessGroup) -> Path | None:
+    """The newest checkpoint whose every byte is as written, on every rank; None without any.
+
+    Every rank calls it, for a run directory that this run owns. Rank 0 first clears what dead
+    saves left, and decides; the ranks share the reading. A damaged one is renamed and named in the
+    log, and the one before it is tried.
+
+    Raises:
+        RuntimeError: on every rank, where there were checkpoints and none is left to trust.
+    """
+    if dist.get_rank(group) == 0:
+        clear_leftovers(folder)
+    while True:
+        step = _from_rank_0(_newest(folder) if dist.get_rank(group) == 0 else None, group)
+        if step is None:
+            break
+        checkpoint = step_folder(folder, step)
+        faults = damage_found_together(checkpoint, group)
+        if not faults:
+            return checkpoint
+        if dist.get_rank(group) == 0:
+            set_aside(checkpoint, faults[0])
+    corrupt = _from_rank_0(list_corrupt(folder) if dist.get_rank(group) == 0 else None, group)
+    if corrupt:
+        raise RuntimeError(
+            f"no checkpoint in {folder} can be trusted: {', '.join(path.name for path in corrupt)} "
+            "were found damaged and set aside. Look at them; to start anew, name another run_dir "
+            "or move them away"
+        )
+    return None
+
+
+def damage_found_together(checkpoint: Path, group: ProcessGroup) -> list[str]:
+    """Faults of a checkpoint, the same on every rank; the ranks share the reading. Collective."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    mine: list[str] = find_faults(checkpoint) if rank == 0 else []
+    mine = _from_rank_0(mine, group)
+    if not mine:
+        try:
+            mine = list(content_faults(checkpoint, _share(read_manifest(checkpoint), rank, world)))
+        except ValueError as error:
+            mine = [str(error)]
+    faults: list[list[str]] = [[]] * world
+    dist.all_gather_object(faults, mine, group=group)
+    return [fault for part in faults for fault in part]
+
+
+def _newest(folder: Path) -> int | None:
+    """The newest step that has all files, after setting aside those that have not."""
+    for step in reversed(list_steps(folder)):
+        checkpoint = step_folder(folder, step)
+        faults = find_faults(checkpoint)
+        if not faults:
+            return step
+        set_aside(checkpoint, faults[0])
+    return None
+
+
+def _from_rank_0(value: ValueT, group: ProcessGroup) -> ValueT:
+    box = [value]
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    return box[0]
+
+
+def _share(records: Mapping[str, FileRecord], rank: int, world: int) -> dict[str, FileRecord]:
+    """Files that this rank reads: its own, and on rank 0 those of nobody."""
+    owners = {name: _OWNER.match(name.rpartition("/")[2]) for name in records}
+    return {
+        name: records[name]
+        for name, owner in owners.items()
+        if (int(owner[1]) % world if owner else 0) == rank
+    }
