@@ -60,6 +60,10 @@ class Engine(Protocol):
         """
         ...
 
+    async def interrupt(self) -> None:
+        """End all requests of this moment with what they have; finish reason "abort"."""
+        ...
+
     async def close(self) -> None:
         """Release connections. The server behind it is not stopped."""
         ...

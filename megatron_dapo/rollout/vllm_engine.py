@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import pydantic
 from pydantic import JsonValue
@@ -14,6 +15,7 @@ from megatron_dapo.rollout.engine import EngineError, GenerationRequest, Generat
 from megatron_dapo.rollout.engine_http import EngineHttp
 from megatron_dapo.rollout.server_options import SERVED_NAME
 from megatron_dapo.rollout.weight_update import (
+    INITIAL_VERSION,
     Digests,
     InFlight,
     deliver_weights,
@@ -27,6 +29,9 @@ from megatron_dapo.rollout.weight_update import (
 from megatron_dapo.types import FinishReason, VersionSpans
 
 logger = logging.getLogger(__name__)
+
+INTERRUPT_SECONDS = 0.1
+"""What requests get to end after they were aborted; those on the way are then aborted again."""
 
 
 class _TokenLogprob(pydantic.BaseModel):
@@ -92,6 +97,11 @@ class VllmEngine:
         self._installed: list[str] = []
         """Stamps of the weights that this client brought in, the current one last."""
         self._running: set[asyncio.Task[_GenerateResponse]] = set()
+        """Requests and probes that were sent and not answered yet."""
+        self._interruptible: dict[asyncio.Task[_GenerateResponse], str] = {}
+        """Of those the requests, with their request_id."""
+        self._waiting: set[asyncio.Future[Literal[True]]] = set()
+        """Of requests that an update keeps from being sent."""
         self._in_proof: int | None = None
         """Version that the engine goes on with, and that requests are not let in for yet."""
         self._serving = asyncio.Event()
@@ -108,8 +118,9 @@ class VllmEngine:
             EngineError: also when tokens come from weights that this client did not install, or
                 from older ones than it was serving when the request was sent.
         """
-        await self._serving.wait()
-        result = await self.probe(request)
+        if not await self._may_start():
+            return self._nothing()
+        result = await self._sample(request, interruptible=True)
         newest = result.version_spans[-1][1] if result.version_spans else result.policy_version
         if newest == self._in_proof:
             await self._serving.wait()
@@ -118,23 +129,28 @@ class VllmEngine:
 
     async def probe(self, request: GenerationRequest) -> GenerationResult:
         """As `generate`, but between `release` and `let_requests_in` too: to try new weights."""
-        self._check_usable()
-        if not self._installed:
-            raise EngineError(
-                f"{self.label} has no weights of this run yet; update it before the first request"
-            )
-        current = len(self._installed) - 1
-        choice = (await self._generate(_request_body(request))).choices[0]
-        allowed = self._installed[current:]
-        spans = self._version_spans(choice, allowed)
-        versions = [version for _, version in spans] or [version_number(allowed[-1])]
-        return GenerationResult(
-            token_ids=tuple(choice.token_ids),
-            logprobs=tuple(entry.logprob for entry in choice.logprobs.content),
-            finish_reason=choice.finish_reason,
-            version_spans=spans,
-            policy_version=min(versions),
-        )
+        return await self._sample(request, interruptible=False)
+
+    async def interrupt(self) -> None:
+        """Every request of this moment ends now, with the tokens that it has and finish reason
+        "abort"; those that wait for an update end without tokens. Later ones run as ever.
+
+        Tokens, log-probs and version spans of an interrupted response are whole: it can go on as
+        a request whose prompt is the old one and its tokens. Updates and probes are left alone:
+        vLLM's /pause?mode=abort would end those too, and hold back what comes meanwhile.
+
+        Raises:
+            EngineError: the engine does not take it.
+        """
+        for waiting in self._waiting:
+            waiting.cancel()
+        left = dict(self._interruptible)
+        while left:
+            # vLLM puts the name of its route before the request_id.
+            names = [f"generate-tokens-{name}" for name in left.values()]
+            await self._http.send("POST", "/abort_requests", {"request_ids": names})
+            await asyncio.wait(left, timeout=INTERRUPT_SECONDS)
+            left = {task: name for task, name in left.items() if not task.done()}
 
     async def load(self, init_info: Mapping[str, object], payload: Mapping[str, object]) -> None:
         """First step of an update: pause and bring the new weights in.
@@ -240,12 +256,51 @@ class VllmEngine:
     async def close(self) -> None:
         await self._http.close()
 
-    async def _generate(self, body: Mapping[str, object]) -> _GenerateResponse:
-        path = "/inference/v1/generate"
+    async def _may_start(self) -> bool:
+        """Wait until requests are let in; False: the request was interrupted before that."""
+        if self._serving.is_set():
+            return True
+        waiting = asyncio.ensure_future(self._serving.wait())
+        self._waiting.add(waiting)
+        try:
+            await asyncio.wait([waiting])
+            return not waiting.cancelled()
+        finally:
+            self._waiting.discard(waiting)
+            waiting.cancel()
+
+    def _nothing(self) -> GenerationResult:
+        """Result of a request that was interrupted before it was sent."""
+        version = version_number(self._installed[-1] if self._installed else INITIAL_VERSION)
+        return GenerationResult((), (), "abort", (), version)
+
+    async def _sample(self, request: GenerationRequest, *, interruptible: bool) -> GenerationResult:
+        self._check_usable()
+        if not self._installed:
+            raise EngineError(
+                f"{self.label} has no weights of this run yet; update it before the first request"
+            )
+        current = len(self._installed) - 1
+        choice = (await self._generate(request, interruptible)).choices[0]
+        allowed = self._installed[current:]
+        spans = self._version_spans(choice, allowed)
+        versions = [version for _, version in spans] or [version_number(allowed[-1])]
+        return GenerationResult(
+            token_ids=tuple(choice.token_ids),
+            logprobs=tuple(entry.logprob for entry in choice.logprobs.content),
+            finish_reason=choice.finish_reason,
+            version_spans=spans,
+            policy_version=min(versions),
+        )
+
+    async def _generate(self, request: GenerationRequest, interruptible: bool) -> _GenerateResponse:
+        path, body = "/inference/v1/generate", _request_body(request)
         task = asyncio.ensure_future(
             self._http.ask(_GenerateResponse, "POST", path, body, repeatable=True)
         )
         self._running.add(task)
+        if interruptible:
+            self._interruptible[task] = request.request_id
         try:
             return await task
         except asyncio.CancelledError:
@@ -256,6 +311,7 @@ class VllmEngine:
             raise
         finally:
             self._running.discard(task)
+            self._interruptible.pop(task, None)
 
     def _version_spans(self, choice: _Choice, allowed: Sequence[str]) -> VersionSpans:
         spans = choice.weight_versions or []

@@ -25,6 +25,7 @@ class FakeEngine:
     updated_after: int | None = None
     """Tokens of each response from `version`; the others come from the next one."""
     running: int = 0
+    _waiting: set[asyncio.Future[None]] = field(default_factory=set)
     most_running: int = 0
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
@@ -33,7 +34,7 @@ class FakeEngine:
         self.requests.append(request)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(self.seconds(request))
+        interrupted = await self._interrupted_within(self.seconds(request))
         self.running -= 1
         draw = random.Random(request.seed)
         right = draw.random() * 100 < request.prompt_token_ids[0]
@@ -42,14 +43,30 @@ class FakeEngine:
         finish = self.finish(request)
         if finish == "abort":
             tokens = tokens[:1]
+        if interrupted:
+            tokens, finish = tokens[: draw.randrange(len(tokens))], "abort"
         spans = [(0, self.version)] if tokens else []
         if self.updated_after is not None and len(tokens) > self.updated_after:
             spans.append((self.updated_after, self.version + 1))
         logprobs = tuple(-0.5 for _ in tokens)
         return GenerationResult(tokens, logprobs, finish, tuple(spans), self.version)
 
+    async def interrupt(self) -> None:
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+
     async def close(self) -> None:
         pass
+
+    async def _interrupted_within(self, seconds: float) -> bool:
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.add(waiting)
+        try:
+            await asyncio.wait({waiting}, timeout=seconds)
+            return waiting.done()
+        finally:
+            self._waiting.discard(waiting)
 
 
 def grade(prompt: Prompt, response: Response) -> Reward:
@@ -78,3 +95,6 @@ class Source:
             prompts.append(Prompt(f"p{self.given}", "", (percent, 5, self.given), "1"))
             self.given += 1
         return prompts
+
+    def put_back(self, count: int) -> None:
+        self.given -= count

@@ -54,6 +54,8 @@ class ScriptedServer:
     digests: list[dict[str, str]] = field(default_factory=lambda: [{"w": "0a"}])
     running: int = 0
     sampled: int = 0
+    aborted: set[str] = field(default_factory=set)
+    """Ids that /abort_requests named, as vLLM knows them."""
     _starts: asyncio.Event = field(default_factory=asyncio.Event)
     _steps: asyncio.Event = field(default_factory=asyncio.Event)
     _server: asyncio.Server | None = None
@@ -108,7 +110,11 @@ class ScriptedServer:
 
     async def _answer(self, path: str, body: object) -> object:
         if path == GENERATE:
-            return await self._generate()
+            assert isinstance(body, dict)
+            return await self._generate(f"generate-tokens-{body['request_id']}")
+        if path == "/abort_requests":
+            assert isinstance(body, dict)
+            self.aborted |= set(body["request_ids"])
         if path.startswith("/pause"):
             self._starts.clear()
             if "mode=keep" in path:
@@ -131,27 +137,38 @@ class ScriptedServer:
             return {"results": self.digests if body["method"] == "weight_digests" else reports}
         return {}
 
-    async def _generate(self) -> object:
-        await self._starts.wait()
+    async def _generate(self, name: str) -> object:
+        self.aborted.discard(name)  # what was aborted before it came is not aborted
+        await self._wait(self._starts, name)
         self.running += 1
         spans: list[dict[str, object]] = []
-        for index in range(len(self.tokens)):
+        done = 0
+        while done < len(self.tokens) and name not in self.aborted:
             await asyncio.sleep(self.seconds_per_token)
-            await self._steps.wait()
+            await self._wait(self._steps, name)
+            if name in self.aborted:
+                break
             if not spans or spans[-1]["version"] != self.version:
-                spans.append({"version": self.version, "start": index})
-            spans[-1]["end"] = index + 1
+                spans.append({"version": self.version, "start": done})
+            spans[-1]["end"] = done + 1
             self.sampled += 1
+            done += 1
         self.running -= 1
+        logprobs = self.logprobs[:done]
         choice = {
             "index": 0,
-            "token_ids": self.tokens,
-            "logprobs": {"content": [{"token_id": 0, "logprob": p} for p in self.logprobs]},
-            "finish_reason": self.finish_reason,
+            "token_ids": self.tokens[:done],
+            "logprobs": {"content": [{"token_id": 0, "logprob": p} for p in logprobs]},
+            "finish_reason": "abort" if name in self.aborted else self.finish_reason,
             "stop_reason": 2,
             "weight_versions": spans if self.says_versions else None,
         }
         return {"request_id": "x", "choices": [choice]}
+
+    async def _wait(self, event: asyncio.Event, name: str) -> None:
+        """For the event, or until the request is aborted."""
+        while not event.is_set() and name not in self.aborted:
+            await asyncio.sleep(0.001)
 
 
 def talk(

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from megatron_dapo.rollout.engine import EngineError, EngineUnavailable
+from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, GenerationResult
 from megatron_dapo.rollout.engine_http import open_transport
 from megatron_dapo.rollout.vllm_engine import VllmEngine
-from tests.unit.rollout.scripted_server import REQUEST, ScriptedServer, talk
+from tests.unit.rollout.scripted_server import (
+    GENERATE,
+    INFO,
+    PAYLOAD,
+    REQUEST,
+    ScriptedServer,
+    talk,
+)
 
 
 def test_token_ids_go_in_and_come_out(server: ScriptedServer) -> None:
@@ -75,6 +83,124 @@ def test_a_refusal_is_not_tried_again(server: ScriptedServer, status: int) -> No
     with pytest.raises(EngineError, match=f"answered {status}"):
         talk(server, lambda engine: engine.generate(REQUEST))
     assert len(server.received) == 1
+
+
+async def interrupted(
+    server: ScriptedServer, engine: VllmEngine, *ids: str
+) -> list[GenerationResult]:
+    """Results of requests that are interrupted once all of them sample their second token."""
+    requests = [replace(REQUEST, request_id=name) for name in ids]
+    tasks = [asyncio.ensure_future(engine.generate(request)) for request in requests]
+    while server.sampled < 2 * len(ids):
+        await asyncio.sleep(0.001)
+    await engine.interrupt()
+    return [await task for task in tasks]
+
+
+TOKENS = list(range(1000))
+LOGPROBS = [-token / 1000 for token in TOKENS]
+
+
+def test_interrupted_requests_return_what_they_have_and_later_ones_run(
+    server: ScriptedServer,
+) -> None:
+    server.tokens, server.logprobs, server.seconds_per_token = TOKENS, LOGPROBS, 0.01
+
+    async def call(engine: VllmEngine) -> tuple[list[GenerationResult], GenerationResult]:
+        first = await interrupted(server, engine, "a", "b", "c")
+        server.tokens, server.logprobs = [7, 2], [-1.0, -2.0]
+        return first, await engine.generate(replace(REQUEST, request_id="a"))
+
+    first, later = talk(server, call)
+    for result in first:
+        count = len(result.token_ids)
+        assert 2 <= count < 1000
+        assert result.finish_reason == "abort"
+        assert result.token_ids == tuple(range(count))
+        assert result.logprobs == tuple(LOGPROBS[:count])
+        assert result.version_spans == ((0, 0),)
+    assert (later.token_ids, later.finish_reason) == ((7, 2), "stop")
+    assert not server.paused
+    assert not [path for path in server.paths if "pause" in path or "resume" in path]
+
+
+def test_a_request_that_is_still_on_its_way_is_interrupted_too(server: ScriptedServer) -> None:
+    server.tokens, server.logprobs, server.seconds_per_token = TOKENS, LOGPROBS, 0.01
+    answer = server._answer
+
+    async def late(path: str, body: object) -> object:
+        if path == GENERATE:
+            await asyncio.sleep(0.3)
+        return await answer(path, body)
+
+    server._answer = late  # type: ignore[method-assign]
+
+    async def call(engine: VllmEngine) -> GenerationResult:
+        task = asyncio.ensure_future(engine.generate(REQUEST))
+        while GENERATE not in server.paths:
+            await asyncio.sleep(0.001)
+        await engine.interrupt()
+        assert task.done()
+        return await task
+
+    result = talk(server, call)
+    assert result.finish_reason == "abort"
+    assert len(result.token_ids) < 100
+    assert server.paths.count("/abort_requests") > 1
+
+
+def test_a_request_that_waits_for_an_update_is_interrupted_without_tokens(
+    server: ScriptedServer,
+) -> None:
+    async def call(engine: VllmEngine) -> GenerationResult:
+        await engine.load(INFO, PAYLOAD)
+        task = asyncio.ensure_future(engine.generate(REQUEST))
+        await asyncio.sleep(0.01)
+        await engine.interrupt()
+        result = await task
+        await engine.verify(None)
+        await engine.release(4)
+        engine.let_requests_in()
+        assert (await engine.generate(REQUEST)).policy_version == 4
+        return result
+
+    result = talk(server, call)
+    assert (result.token_ids, result.logprobs, result.finish_reason) == ((), (), "abort")
+    assert server.paths.count(GENERATE) == 1
+
+
+def test_an_interrupt_leaves_probes_alone(server: ScriptedServer) -> None:
+    server.seconds_per_token = 0.05
+
+    async def call(engine: VllmEngine) -> GenerationResult:
+        task = asyncio.ensure_future(engine.probe(REQUEST))
+        while not server.running:
+            await asyncio.sleep(0.001)
+        await engine.interrupt()
+        return await task
+
+    assert talk(server, call).finish_reason == "stop"
+    assert "/abort_requests" not in server.paths
+
+
+def test_an_interrupt_ends_the_wait_of_an_update_for_running_requests(
+    server: ScriptedServer,
+) -> None:
+    server.tokens, server.logprobs, server.seconds_per_token = TOKENS, LOGPROBS, 0.01
+
+    async def call(engine: VllmEngine) -> GenerationResult:
+        task = asyncio.ensure_future(engine.generate(REQUEST))
+        while server.sampled < 2:
+            await asyncio.sleep(0.001)
+        loading = asyncio.ensure_future(engine.load(INFO, PAYLOAD))
+        while not server.paused:
+            await asyncio.sleep(0.001)
+        await engine.interrupt()
+        await loading
+        assert server.paused
+        return await task
+
+    assert talk(server, call).finish_reason == "abort"
 
 
 def test_sleep_does_nothing_without_sleep_mode(server: ScriptedServer) -> None:
