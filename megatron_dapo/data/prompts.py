@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import random
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,15 @@ def _prompts(kept: Sequence[SelectedRow]) -> tuple[Prompt, ...]:
     )
 
 
+def _fingerprint(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 over what is trained on: ids, tokens and answers, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        line = json.dumps([prompt.id, prompt.token_ids, prompt.answer])
+        digest.update(f"{line}\n".encode())
+    return digest.hexdigest()
+
+
 class PromptStream:
     """Endless prompts: each epoch every prompt once, in an order that seed and epoch fix.
 
@@ -67,8 +77,7 @@ class PromptStream:
     def __init__(self, prompt_set: PromptSet, seed: int) -> None:
         self._prompts = prompt_set.prompts
         self._seed = seed
-        ids = "\n".join(prompt.id for prompt in self._prompts)
-        self._fingerprint = hashlib.sha256(ids.encode()).hexdigest()
+        self.fingerprint = _fingerprint(self._prompts)
         self._start_epoch(0)
 
     def _start_epoch(self, epoch: int) -> None:
@@ -99,7 +108,7 @@ class PromptStream:
             "seed": self._seed,
             "epoch": self._epoch,
             "position": self._position,
-            "prompts": self._fingerprint,
+            "prompts": self.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
@@ -108,7 +117,7 @@ class PromptStream:
         Raises:
             RuntimeError: seed or prompts are not those of the state: the order would differ.
         """
-        for key, here in (("seed", self._seed), ("prompts", self._fingerprint)):
+        for key, here in (("seed", self._seed), ("prompts", self.fingerprint)):
             if state[key] != here:
                 raise RuntimeError(
                     f"the saved prompt order has {key}={state[key]}, this run has {here}: resume "

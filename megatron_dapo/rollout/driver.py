@@ -222,6 +222,11 @@ class RolloutDriver:
         """Go on at a saved position."""
         self._prompts.load_state_dict(cast(dict[str, int | str], state["prompts"]))
 
+    @property
+    def prompts_fingerprint(self) -> str:
+        """Changes with any prompt or answer that is trained on, or with their order in the file."""
+        return self._prompts.fingerprint
+
     def close(self) -> None:
         """Release connections, end our servers and graders, whatever state they are in."""
         try:
