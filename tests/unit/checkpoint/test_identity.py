@@ -1,0 +1,82 @@
+"""A run goes on with its own seed, prompts and model; other changes are told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_dapo.checkpoint.header import state_files
+from megatron_dapo.checkpoint.identity import check_identity, model_fingerprint, run_identity
+from megatron_dapo.config import ConfigError, RunConfig, load_config
+from tests.unit.config.runs import write_run
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return load_config(write_run(tmp_path), [])
+
+
+def saved(folder: Path, config: RunConfig) -> Path:
+    """A checkpoint as far as it tells whose it is."""
+    for name, content in state_files(run_identity(config, "prompts")).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_the_same_run_goes_on_without_a_word(
+    tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_identity(saved(tmp_path / "step", config), run_identity(config, "prompts"))
+    assert caplog.text == ""
+
+
+def test_each_of_seed_prompts_and_model_is_refused_with_both_values(
+    tmp_path: Path, config: RunConfig
+) -> None:
+    checkpoint = saved(tmp_path / "step", config)
+    other = config.model_copy(update={"seed": 5})
+    weights = config.model.path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes() + b" ")
+    with pytest.raises(ConfigError) as refused:
+        check_identity(checkpoint, run_identity(other, "other prompts"))
+    seed, data, model = refused.value.problems
+    assert seed.startswith("seed=5: ") and "was trained with 0." in seed
+    assert data.startswith("data.train=") and "(content other prompt)" in data
+    assert "(content prompts)" in data
+    assert model.startswith("model.path=") and str(config.model.path) in model
+    assert len(set(re.findall(r"content (\w{12})\)", model))) == 2
+
+
+def test_other_keys_may_change_and_are_named(
+    tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = saved(tmp_path / "step", config)
+    section = config.optimizer.model_copy(update={"lr": 2e-6})
+    training = config.training.model_copy(update={"steps": 999})
+    other = config.model_copy(update={"optimizer": section, "training": training})
+    check_identity(checkpoint, run_identity(other, "prompts"))
+    assert "optimizer.lr was 1e-06, it is 2e-06 from here on" in caplog.text
+    assert "999" not in caplog.text
+
+
+def test_weights_alone_belong_to_no_run(tmp_path: Path, config: RunConfig) -> None:
+    check_identity(tmp_path, run_identity(config, "prompts"))
+
+
+def test_a_moved_model_is_the_same_and_one_changed_in_the_middle_is_not(tmp_path: Path) -> None:
+    for name in ("here", "there", "changed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text('{"a": 1}')
+        content = bytearray(range(250)) * 4000
+        if name == "changed":
+            content[len(content) // 2 :] = content[: len(content) // 2]
+            content[400_000:600_000] = bytes(200_000)
+        (folder / "model.safetensors").write_bytes(content)
+    here, there, changed = (
+        model_fingerprint(tmp_path / name) for name in ("here", "there", "changed")
+    )
+    assert here == there != changed
