@@ -35,6 +35,7 @@ from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, save_checkpoint
 from megatron_dapo.config import RunConfig
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
+from megatron_dapo.evaluation.set_report import report_set, reports_json
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.timing import PhaseTimer
@@ -214,7 +215,12 @@ class Trainer:
         """Accuracy on the held-out prompts, on global rank 0; {} elsewhere (they wait later)."""
         if self.rollouts is None or self.config.evaluation.every == 0:
             return {}
-        return evaluation_metrics(self.rollouts.sample_heldout(step, self.policy_version))
+        groups = self.rollouts.sample_heldout(step, self.policy_version)
+        reports = {name: report_set(found) for name, found in groups.items()}
+        if self.sinks is not None:
+            samples = self.config.evaluation.save_samples
+            self.sinks.log_evaluation(step, groups, reports_json(reports), samples=samples)
+        return evaluation_metrics(reports)
 
     def save(self, step: int) -> None:
         """A checkpoint of everything that going on from `step` needs. Collective."""

@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_dapo.config.section import PositiveInt, Section
+from megatron_dapo.config.section import AnswerStyle, Fraction, PositiveInt, Section
 
 
 class RewardConfig(Section):
     """Rule reward (DAPO Eq. 7) and length shaping (Eq. 13)."""
 
-    style: Literal["answer_line", "boxed", "either", "dapo_reference"] = "answer_line"
+    style: AnswerStyle = "answer_line"
     """Where the answer is read. dapo_reference reproduces the published grader bit by bit."""
     correct: float = 1.0
     """Reward of a right answer."""
@@ -42,6 +42,8 @@ class RewardConfig(Section):
     """CPU time of a call, all threads of the worker together, in whole seconds."""
     memory_limit_mib: PositiveInt = 2048
     """Address space that calls may add to what a worker has after its imports."""
+    max_error_share: Fraction = 0.05
+    """Share of a step's responses whose grader may fail (reward/errors); above it the run stops."""
 
 
 class AdvantageConfig(Section):

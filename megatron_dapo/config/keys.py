@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterator, Mapping
 from functools import cache
+from typing import get_args, get_origin
 
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.redact import names_a_secret
@@ -37,18 +39,34 @@ FOREIGN_NAMES = {
 """Names that users bring from other systems -> ours (suggested, never accepted)."""
 
 
+NAME = "NAME"
+"""Stands in documented keys for a name that the user gives: evaluation.sets.NAME.path."""
+
+
 @cache
 def documented_keys() -> Mapping[str, str]:
     """Dotted key -> its documentation; sections as well as leaves."""
     return dict(_walk(RunConfig, ""))
 
 
+def documented_as(key: str) -> str:
+    """`key` as `documented_keys` has it, where it does: the user's names as NAME."""
+    parts = key.split(".")
+    for place in range(1, len(parts)):
+        if ".".join([*parts[:place], NAME]) in documented_keys():
+            parts[place] = NAME
+    return ".".join(parts)
+
+
 def _walk(section: type[Section], prefix: str) -> Iterator[tuple[str, str]]:
     for name, field in section.model_fields.items():
         key = f"{prefix}{name}"
         kind = field.annotation
+        if get_origin(kind) is dict:
+            yield key, " ".join((field.description or "").split())
+            key, kind = f"{key}.{NAME}", get_args(kind)[1]
         if isinstance(kind, type) and issubclass(kind, Section):
-            yield key, (kind.__doc__ or "").strip()
+            yield key, " ".join((kind.__doc__ or "").split())
             yield from _walk(kind, f"{key}.")
         else:
             yield key, " ".join((field.description or "").split())
@@ -95,9 +113,9 @@ def _unknown(tree: Mapping[str, object], prefix: str) -> Iterator[str]:
     keys = documented_keys()
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if key not in keys:
+        if documented_as(key) not in keys:
             yield key
-        elif isinstance(value, Mapping) and is_section(key):
+        elif isinstance(value, Mapping) and is_section(documented_as(key)):
             yield from _unknown(value, f"{key}.")
 
 
@@ -105,8 +123,14 @@ def _explain(key: str, source: str) -> str:
     where = f"unknown config key {key} in {source}."
     if names_a_secret(key):
         return f"{where} Secrets never go into a configuration: use the environment or netrc."
-    nearest = nearest_key(key)
+    nearest = nearest_key(documented_as(key))
     if nearest is None:
         sections = ", ".join(k for k in documented_keys() if "." not in k)
         return f"{where} Top-level keys: {sections}. Remove it."
-    return f"{where} Did you mean {nearest}?"
+    return f"{where} Did you mean {_with_names_of(key, nearest)}?"
+
+
+def _with_names_of(key: str, documented: str) -> str:
+    """`documented` with the names that the user gave in `key`, where it has them."""
+    pairs = itertools.zip_longest(documented.split("."), key.split("."), fillvalue="")
+    return ".".join((theirs or ours) if ours == NAME else ours for ours, theirs in pairs if ours)

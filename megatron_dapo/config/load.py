@@ -20,7 +20,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megatron_dapo.config.errors import ConfigError
-from megatron_dapo.config.keys import documented_keys, is_section, refuse_unknown_keys
+from megatron_dapo.config.keys import (
+    documented_as,
+    documented_keys,
+    is_section,
+    refuse_unknown_keys,
+)
 from megatron_dapo.config.redact import Plain, redact, redact_text
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.config.versions import installed_versions
@@ -139,15 +144,16 @@ def _validate(tree: Mapping[str, object]) -> RunConfig:
 def _explain(detail: ErrorDetails) -> str:
     key = ".".join(str(part) for part in detail["loc"])
     known = key
-    while known not in documented_keys():  # an index inside a list, or a branch of a union
+    while documented_as(known) not in documented_keys():  # inside a list, or a branch of a union
         known = known.rpartition(".")[0]
-    about = documented_keys()[known]
+    documented = documented_as(known)
+    about = documented_keys()[documented]
     if detail["type"] == "missing":
-        how = "Add the section to the file." if is_section(key) else f"Add it, or {key}=..."
+        how = "Add the section to the file." if is_section(documented) else f"Add it, or {key}=..."
         return f"{key} is required and not set: {about} {how}"
     value = redact(cast(Plain, detail["input"]), known)
-    if is_section(known) and detail["type"] == "model_type":
-        keys = ", ".join(k for k in documented_keys() if k.startswith(f"{known}."))
+    if is_section(documented) and detail["type"] == "model_type":
+        keys = ", ".join(k for k in documented_keys() if k.startswith(f"{documented}."))
         return f"{known}={value!r}: must be a section with keys, one of {keys}"
     message = detail["msg"][0].lower() + detail["msg"][1:]
     return f"{known}={value!r}: {message}. {about}".rstrip()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_dapo.config.checks import check_config
 from megatron_dapo.config.errors import ConfigError
+from megatron_dapo.config.heldout import heldout_paths
 from megatron_dapo.config.model_shape import read_hf_config
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.config.versions import package_version
@@ -117,9 +118,14 @@ def safetensors_header(file: Path) -> dict[str, dict] | None:
 
 
 def _file_problems(config: RunConfig) -> Iterator[str]:
-    for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
-        if file is not None and not file.is_file():
+    for key, file in {"data.train": config.data.train, **heldout_paths(config)}.items():
+        if not file.is_file():
             yield f"{key}={file}: no such file. Paths are relative to the current directory."
+    yield from tokenizer_problems(config)
+
+
+def tokenizer_problems(config: RunConfig) -> Iterator[str]:
+    """A tokenizer that is not there."""
     tokenizer = config.model.tokenizer or config.model.path
     if tokenizer.is_dir():
         if not any((tokenizer / name).is_file() for name in TOKENIZER_FILES):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_dapo.config.heldout import heldout_paths
 from megatron_dapo.config.resharding_checks import MEETS_ON_LOOPBACK, WITHOUT_DIGESTS
 from megatron_dapo.config.schema import RunConfig
 
@@ -25,8 +26,11 @@ def remarks(config: RunConfig) -> Iterator[str]:
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} rollout steps: the run ends "
             f"after training.steps={config.training.steps}, before the full learning rate."
         )
-    if config.evaluation.every > 0 and config.data.heldout is None:
-        yield "data.heldout is not set: nothing is evaluated inside the loop."
+    if config.evaluation.every > 0 and not heldout_paths(config):
+        yield (
+            "Neither data.heldout nor evaluation.sets is given: nothing is evaluated inside the "
+            "loop."
+        )
     if config.loss.clip_high == config.loss.clip_low and config.loss.ratio == "token":
         yield "loss.clip_high equals loss.clip_low: without clip-higher, entropy tends to collapse."
     yield from _unguarded_transport(config)

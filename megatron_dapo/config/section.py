@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
 
 
 def _absolute(path: Path) -> Path:
@@ -16,6 +16,11 @@ LocalPath = Annotated[Path, AfterValidator(_absolute)]
 """A file or folder; made absolute, so that a saved configuration means the same anywhere."""
 PositiveInt = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+UserName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
+"""A name that the user gives to a part of the configuration; without dots, so that overrides can
+reach into it."""
+PromptFormat = Literal["dapo", "chat", "plain"]
+AnswerStyle = Literal["answer_line", "boxed", "either", "dapo_reference"]
 
 
 class Section(BaseModel):

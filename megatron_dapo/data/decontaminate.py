@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_dapo.config.schema import DataConfig
 from megatron_dapo.data.question_key import question_words
 from megatron_dapo.data.row_files import check_new_file, dapo_row, write_json, write_rows
-from megatron_dapo.data.rows import BadRow, Row, read_rows
+from megatron_dapo.data.rows import BadRow, Row, read_questions
 from megatron_dapo.data.selection import listed, select_rows
 
 NGRAM_WORDS = 8
@@ -54,19 +54,18 @@ class _Question:
     ngrams: int
 
 
-def read_benchmark(path: Path, prompt_column: str) -> Benchmark:
+def read_benchmark(path: Path, prompt_column: str | None) -> Benchmark:
     """Questions of a .parquet or .jsonl file; its answers are not read.
 
     Raises:
         ValueError: the file, or one of its rows, cannot be read: nothing may go by unseen.
     """
-    rows = list(read_rows(path, prompt_column=prompt_column, answer_column=None))
+    rows = list(read_questions(path, prompt_column=prompt_column))
     bad = [row for row in rows if isinstance(row, BadRow)]
     if bad or not rows:
         what = f"{len(bad)} of {len(rows)} rows cannot be read: {listed(bad)}" if bad else "no rows"
-        raise ValueError(
-            f"{path}: {what}. Name the column of its questions: FILE:COLUMN (here {prompt_column})"
-        )
+        here = "" if prompt_column is None else f" (here {prompt_column})"
+        raise ValueError(f"{path}: {what}. Name the column of its questions: FILE:COLUMN{here}")
     return Benchmark(path, tuple(row for row in rows if isinstance(row, Row)))
 
 

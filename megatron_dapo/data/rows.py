@@ -5,13 +5,21 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pyarrow.parquet
+
+from megatron_dapo.data.row_formats import (
+    Columns,
+    find_columns,
+    find_prompt_column,
+    holds,
+    look_up,
+)
 
 if TYPE_CHECKING:
     from megatron_dapo.data.tokenizer import Message
@@ -24,6 +32,7 @@ _LONGEST_COLUMNS = 200
 _EXACT_DOUBLE = 2**53
 _DECODER = json.JSONDecoder(parse_float=str)
 """Numbers with a point stay text: an integer never passes through a float."""
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _WHOLE = re.compile(r"([+-]?)([0-9]+)(?:\.0*)?")
 
 
@@ -37,7 +46,7 @@ class Row:
     answer: str
     source: str
     index: str | None
-    """`extra_info.index`, where the file has it."""
+    """Name of the row: `extra_info.index`, `unique_id` or `id`, where the file has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,29 +69,51 @@ class _Bad(Exception):
 
 
 def read_rows(
-    path: Path, *, prompt_column: str, answer_column: str | None
+    path: Path, *, prompt_column: str | None = None, answer_column: str | None = None
 ) -> Iterator[Row | BadRow]:
     """Every row of a .jsonl or .parquet file, in order; blank lines are skipped.
 
     Args:
         path: the file.
-        prompt_column: text, or list of {"role", "content"}.
-        answer_column: text or whole number; None: answers are not read, and empty. Both names may
-            hold dots into nested objects.
+        prompt_column: text, or list of {"role", "content"}; None: recognised (`row_formats`).
+        answer_column: text or whole number; None: recognised. Both names may hold dots into nested
+            objects.
 
     Raises:
         ValueError: no such file, or another kind of file.
     """
+    read = _reader(path)
+    beginning = (values for _, values in read(path))
+    columns = find_columns(beginning, prompt=prompt_column, answer=answer_column)
+    return _rows(read(path), columns)
+
+
+def read_questions(path: Path, *, prompt_column: str | None = None) -> Iterator[Row | BadRow]:
+    """As `read_rows`, of a file whose answers do not matter: they are empty.
+
+    Raises:
+        ValueError: as `read_rows`.
+    """
+    read = _reader(path)
+    column = prompt_column or find_prompt_column(values for _, values in read(path))
+    return _rows(read(path), Columns(column, None))
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[tuple[int, object]]]:
     if not path.is_file():
         raise ValueError(f"prompt file {path} does not exist")
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
         raise ValueError(f"prompt file {path} must end in .jsonl or .parquet")
-    for line, values in readers[path.suffix](path):
+    return readers[path.suffix]
+
+
+def _rows(lines: Iterable[tuple[int, object]], columns: Columns) -> Iterator[Row | BadRow]:
+    for line, values in lines:
         try:
             if isinstance(values, _Bad):
                 raise values
-            yield _row(line, values, prompt_column, answer_column)
+            yield _row(line, values, columns)
         except _Bad as bad:
             yield BadRow(line, bad.reason, bad.detail)
 
@@ -113,19 +144,19 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
             yield line, values
 
 
-def _row(line: int, values: object, prompt_column: str, answer_column: str | None) -> Row:
+def _row(line: int, values: object, columns: Columns) -> Row:
     if not isinstance(values, Mapping):
         raise _Bad("json", f"a row must be an object, not {type(values).__name__}")
-    prompt = _lookup(values, prompt_column, "prompt")
+    prompt = _lookup(values, columns.prompt, "prompt")
     answer = ""
-    if answer_column is not None:
-        answer = _answer(_lookup(values, answer_column, "answer"), answer_column)
+    if columns.answer is not None:
+        answer = _answer(_lookup(values, columns.answer, "answer"), columns.answer)
     source = values.get("data_source")
-    extra = values.get("extra_info")
-    index = extra.get("index") if isinstance(extra, Mapping) else None
+    named = columns.index is not None and holds(values, columns.index)
+    index = look_up(values, columns.index) if named and columns.index is not None else None
     return Row(
         line=line,
-        messages=_messages(prompt, prompt_column),
+        messages=_messages(prompt, columns.prompt),
         answer=answer,
         source=source if isinstance(source, str) else "",
         index=str(index) if isinstance(index, int | str) else None,
@@ -133,16 +164,12 @@ def _row(line: int, values: object, prompt_column: str, answer_column: str | Non
 
 
 def _lookup(values: Mapping[str, object], column: str, reason: BadReason) -> object:
-    """Value of a column; dots go into nested objects unless the whole name is a column."""
-    if column in values:
-        return values[column]
-    found: object = values
-    for part in column.split("."):
-        if not isinstance(found, Mapping) or part not in found:
-            columns = ", ".join(map(str, values))
-            raise _Bad(reason, f"no {column}; columns are {_cut(columns, _LONGEST_COLUMNS)}")
-        found = found[part]
-    return found
+    try:
+        return look_up(values, column)
+    except KeyError:
+        columns = ", ".join(map(str, values))
+        shown = _cut(columns, _LONGEST_COLUMNS)
+        raise _Bad(reason, f"no {column}; columns are {shown}") from None
 
 
 def _messages(prompt: object, column: str) -> tuple[Message, ...]:
@@ -175,10 +202,12 @@ def _answer(value: object, column: str) -> str:
 def normal_answer(text: str) -> str:
     """Whole numbers without plus sign, leading zeros or ".0"; other answers stripped of blanks.
 
-    Of a worked solution that ends in a line "#### 18", as GSM8K has them, the answer is 18.
+    Of a worked solution that ends in a line "#### 1,018", as GSM8K has them, the answer is 1018.
     """
     _, mark, final = text.rpartition("\n#### ")
-    text = final.strip() if mark and "\n" not in final.strip() else text.strip()
+    if mark and "\n" not in final.strip():
+        text = _THOUSANDS.sub("", final)
+    text = text.strip()
     if whole := _WHOLE.fullmatch(text):
         digits = whole[2].lstrip("0") or "0"
         return f"-{digits}" if whole[1] == "-" and digits != "0" else digits

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
-from megatron_dapo.reward.math_answer import parse_number
+from megatron_dapo.reward.math_answer import answer_value
 
 _Value = TypeVar("_Value")
 
@@ -28,7 +28,8 @@ class Estimate:
     problem_error: float
     """Standard error for "other problems like these": spread between problems / sqrt(problems)."""
     sampling_error: float | None = None
-    """Standard error for "the same problems sampled again": sqrt(sum of p(1-p)/k) / problems."""
+    """Standard error for "the same problems sampled again": sqrt(sum of p(1-p)/k) / problems.
+    None where a problem has one sample only, which says nothing of its spread."""
 
 
 def avg_at_k(problem_ids: Sequence[str], scores: Sequence[float], k: int | None = None) -> Estimate:
@@ -50,7 +51,9 @@ def avg_at_k(problem_ids: Sequence[str], scores: Sequence[float], k: int | None 
         math.fsum((score - mean) ** 2 for score in group) / len(group) ** 2
         for group, mean in zip(groups, means, strict=True)
     ]
-    return _estimate(means, groups, sampling_error=math.sqrt(math.fsum(noise)) / len(groups))
+    known = all(len(group) > 1 for group in groups)
+    error = math.sqrt(math.fsum(noise)) / len(groups) if known else None
+    return _estimate(means, groups, sampling_error=error)
 
 
 def pass_at_k(problem_ids: Sequence[str], correct: Sequence[float], k: int) -> Estimate:
@@ -84,9 +87,9 @@ def maj_at_k(
 ) -> Estimate:
     """Score of the most frequent answer of each problem, mean over problems (cons@k).
 
-    Answers that state the same number are the same answer ("045" and "45"); a missing answer
-    never wins. Among equally frequent answers one is drawn at random: the expected score counts,
-    as it does among spellings of one number that a grader of texts tells apart.
+    Answers that say the same are the same answer ("045" and "45", "\\frac12" and "0.5"); a missing
+    answer never wins. Among equally frequent answers one is drawn at random: the expected score
+    counts, as it does among spellings of one value that a grader of texts tells apart.
     A problem without any answer scores 0.
 
     Args:
@@ -108,8 +111,7 @@ def _majority_score(samples: Sequence[tuple[str | None, float]]) -> float:
     scores: defaultdict[Fraction | str, list[float]] = defaultdict(list)
     for answer, value in samples:
         if answer is not None:
-            number = parse_number(answer)
-            scores[answer.strip() if number is None else number].append(value)
+            scores[answer_value(answer)].append(value)
     if not scores:
         return 0.0
     most = max(len(values) for values in scores.values())

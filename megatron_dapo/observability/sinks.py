@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 from megatron_dapo.config import RunConfig
 from megatron_dapo.config.redact import redact
 from megatron_dapo.observability.console import ConsoleSink
+from megatron_dapo.observability.evaluation_files import Sets, evaluation_file, write_samples
+from megatron_dapo.observability.evaluation_files import write_report as write_evaluation_report
 from megatron_dapo.observability.report import write_report
 from megatron_dapo.observability.run_files import (
     METRICS_FILE,
@@ -26,7 +28,8 @@ from megatron_dapo.observability.run_files import (
     read_run_record,
     write_run_record,
 )
-from megatron_dapo.types import Group, Response, Reward
+from megatron_dapo.observability.samples import sample_row, spread
+from megatron_dapo.types import Group
 
 if TYPE_CHECKING:
     import wandb
@@ -105,6 +108,15 @@ class Sinks:
         if rows:
             for sink in self._sinks:
                 self._guard(sink.name, partial(sink.log_samples, step, rows))
+
+    def log_evaluation(
+        self, step: int, sets: Sets, report: Mapping[str, object], *, samples: bool = True
+    ) -> None:
+        """Write what was counted into the run directory, and every response unless told not to."""
+        path = partial(evaluation_file, self._run_dir, step)
+        self._guard("evaluation", lambda: write_evaluation_report(path(".json"), report))
+        if samples:
+            self._guard("evaluation", lambda: write_samples(path(".jsonl"), step, sets))
 
     def close(self) -> None:
         """Flush everything; closing again does nothing."""
@@ -245,34 +257,3 @@ class WandbSink:
             self._run.log(dict(values))
         except wandb.Error as error:
             raise OSError(f"W&B lost a record: {error}") from error
-
-
-def spread(groups: Sequence[Group], count: int) -> list[tuple[Group, int]]:
-    """Up to `count` responses, as group and member, at equal distances over all of them."""
-    everyone = [(group, member) for group in groups for member in range(len(group.responses))]
-    if count == 1 or len(everyone) <= count:
-        return everyone[:count]
-    last = len(everyone) - 1
-    return [everyone[round(last * pick / (count - 1))] for pick in range(count)]
-
-
-def sample_row(step: int, group: Group, response: Response, reward: Reward) -> dict[str, object]:
-    """One flat record for people to read."""
-    return {
-        "step": step,
-        "prompt_id": group.prompt.id,
-        "sample_index": response.sample_index,
-        "prompt": group.prompt.text,
-        "response": response.text,
-        "answer": group.prompt.answer,
-        "extracted": reward.extracted,
-        "accuracy": reward.accuracy,
-        "reward": reward.shaped,
-        "reward/score": reward.score,
-        "reward/overlong": reward.overlong,
-        **{f"reward/{name}": value for name, value in reward.parts.items()},
-        "response_tokens": len(response.token_ids),
-        "finish_reason": response.finish_reason,
-        "policy_version": response.policy_version,
-        "version_spans": [list(span) for span in response.version_spans],
-    }

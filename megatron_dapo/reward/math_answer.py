@@ -67,6 +67,12 @@ def verify_answer(response: str, truth: str | int, *, style: Style = "answer_lin
     return AnswerCheck(equal, extracted, "equal" if equal else "different")
 
 
+def answer_value(text: str) -> Fraction | str:
+    """What an answer says; equal values are the same answer, however they are written."""
+    number = parse_number(text)
+    return _canonical(text) if number is None else number
+
+
 def may_be_equal(check: AnswerCheck, truth: str | int) -> bool:
     """Whether a wrong answer may be right in a notation that `verify_answer` does not read.
 

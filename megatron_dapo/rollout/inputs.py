@@ -10,7 +10,7 @@ from megatron_dapo.data.prompts import PromptSet
 from megatron_dapo.data.tokenizer import Tokenizer, load_tokenizer, stop_token_ids
 from megatron_dapo.reward.grader_pool import check_graders
 from megatron_dapo.reward.grader_process import GraderStartError
-from megatron_dapo.types import Prompt
+from megatron_dapo.rollout.heldout import HeldoutSet, read_heldout, warn_of_overlap
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class RolloutInputs:
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
     train: PromptSet
-    heldout: tuple[Prompt, ...]
-    """Of `data.heldout`, at most `evaluation.max_prompts`."""
+    heldout: tuple[HeldoutSet, ...]
+    """Of `data.heldout` and `evaluation.sets`."""
 
     @classmethod
     def read(cls, config: RunConfig) -> Self:
@@ -36,14 +36,14 @@ class RolloutInputs:
                 config.model.tokenizer or config.model.path,
                 trust_remote_code=config.model.trust_remote_code,
             )
-            heldout: tuple[Prompt, ...] = ()
-            if config.data.heldout is not None:
-                heldout = PromptSet.load(config.data.heldout, config.data, tokenizer).prompts
+            train = PromptSet.load(config.data.train, config.data, tokenizer)
+            heldout = read_heldout(config, tokenizer)
+            warn_of_overlap(train.prompts, heldout)
             return cls(
                 tokenizer=tokenizer,
                 stop_token_ids=stop_token_ids(config.model.path, tokenizer),
-                train=PromptSet.load(config.data.train, config.data, tokenizer),
-                heldout=heldout[: config.evaluation.max_prompts],
+                train=train,
+                heldout=heldout,
             )
         except (ValueError, GraderStartError) as error:
             raise ConfigError(str(error)) from error

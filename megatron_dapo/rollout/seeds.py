@@ -9,7 +9,7 @@ Purpose = Literal["train", "evaluate", "probe"]
 
 
 def sample_seed(
-    run_seed: int, step: int, event: int, sample: int, *, purpose: Purpose = "train"
+    run_seed: int, step: int, event: int | str, sample: int, *, purpose: Purpose = "train"
 ) -> int:
     """Seed of one response, 0 .. 2**63 - 1.
 
@@ -18,7 +18,8 @@ def sample_seed(
 
     Args:
         step: rollout step, from 1.
-        event: index of the sampling event (one prompt, drawn once) inside the step.
+        event: index of the sampling event (one prompt, drawn once) inside the step; of an
+            evaluation, set and index of the prompt in it.
         sample: index of the response inside its group.
     """
     words = f"{purpose} {run_seed} {step} {event} {sample}"

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.config.keys import documented_keys, is_section
+from megatron_dapo.config.evaluation import EvaluationSet
+from megatron_dapo.config.keys import NAME, documented_keys, is_section
 from megatron_dapo.config.schema import RunConfig
 from tests.conftest import REPOSITORY
 
@@ -194,6 +195,8 @@ def test_no_file_holds(what: str) -> None:
 
 
 def section_class(section: str) -> str:
+    if section == f"evaluation.sets.{NAME}":
+        return EvaluationSet.__name__
     return RunConfig.model_fields[section].annotation.__name__  # type: ignore[union-attr]
 
 

@@ -41,6 +41,63 @@ def test_pass_at_k_is_the_mean_over_all_subsets(problems: list[list[int]], k: in
     assert pass_at_k(*flat(problems), k).value == pytest.approx(statistics.fmean(chances))
 
 
+SMALL = st.lists(
+    st.lists(st.sampled_from([0, 0.5, 1]), min_size=2, max_size=3), min_size=1, max_size=2
+)
+
+
+@settings(deadline=None)
+@given(SMALL)
+def test_sampling_error_is_the_spread_of_all_ways_to_sample_the_same_problems_again(
+    problems: list[list[float]],
+) -> None:
+    """Every problem's samples drawn anew from what was seen, in all ways, problems independent."""
+    redrawn = [
+        [statistics.fmean(draw) for draw in itertools.product(scores, repeat=len(scores))]
+        for scores in problems
+    ]
+    averages = [statistics.fmean(means) for means in itertools.product(*redrawn)]
+    error = avg_at_k(*flat(problems)).sampling_error  # type: ignore[arg-type]
+    assert error == pytest.approx(statistics.pstdev(averages))
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.sampled_from([0, 1]), min_size=2, max_size=4), min_size=2, max_size=6))
+def test_problem_error_is_the_standard_error_of_the_mean(problems: list[list[int]]) -> None:
+    means = [statistics.fmean(scores) for scores in problems]
+    expected = statistics.stdev(means) / math.sqrt(len(means))
+    assert avg_at_k(*flat(problems)).problem_error == pytest.approx(expected)
+
+
+def test_one_sample_a_problem_says_nothing_of_the_sampling_error() -> None:
+    assert avg_at_k(["a", "b"], [1, 0]).sampling_error is None
+    assert avg_at_k(["a", "a", "b"], [1, 0, 1]).sampling_error is None
+
+
+VOTES = st.lists(
+    st.sampled_from([("1", 0), ("01", 0), ("2", 1), ("2.0", 1), (r"\sqrt 2", 0), (None, 0)]),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(deadline=None)
+@given(st.lists(VOTES, min_size=1, max_size=3))
+def test_maj_is_the_mean_over_all_ways_to_break_ties(
+    problems: list[list[tuple[str | None, int]]],
+) -> None:
+    """The vote written out: values by hand, the winner drawn among the most frequent ones."""
+    value = {"1": 1, "01": 1, "2": 2, "2.0": 2, r"\sqrt 2": 3}
+    expected = []
+    for samples in problems:
+        cast = [value[answer] for answer, _ in samples if answer is not None]
+        winners = [v for v in set(cast) if cast.count(v) == max(map(cast.count, cast))]
+        expected.append(statistics.fmean(v == 2 for v in winners) if winners else 0.0)
+    rows = [(str(p), answer, score) for p, found in enumerate(problems) for answer, score in found]
+    ids, answers, correct = zip(*rows, strict=True)
+    assert maj_at_k(ids, answers, correct).value == pytest.approx(statistics.fmean(expected))
+
+
 @settings(deadline=None)
 @given(SAMPLES)
 def test_avg_weighs_problems_equally_and_equals_pass_at_1(problems: list[list[int]]) -> None:
@@ -76,6 +133,8 @@ def test_standard_errors_are_those_of_the_protocol() -> None:
 def test_the_most_frequent_answer_wins_by_value() -> None:
     answers = ["45", "045", "7", "7,0", None, None, None]
     assert maj_at_k(["a"] * 7, answers, [1, 1, 0, 0, 0, 0, 0]).value == 1.0
+    assert maj_at_k(["a"] * 3, [r"$\sqrt3$", r"\sqrt{3}", "3"], [1, 1, 0]).value == 1.0
+    assert maj_at_k(["a"] * 3, [r"\frac12", "0.5", "2"], [1, 1, 0]).value == 1.0
 
 
 def test_a_tie_scores_its_expectation_in_any_order() -> None:

@@ -1,52 +1,54 @@
-"""Graded samples of held-out prompts become numbers for each data set."""
+"""Graded samples of held-out prompts become the numbers that a run logs."""
 
 from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.config.schema import RewardConfig
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
-from megatron_dapo.reward.grade import NOT_GRADED, grade_response
-from megatron_dapo.types import Group, Prompt, Response, Reward
+from megatron_dapo.evaluation.set_report import report_set
+from megatron_dapo.reward.grade import NOT_GRADED
+from megatron_dapo.types import Group, Reward
+from tests.unit.evaluation.graded import graded_group
 
 
-def group(number: int, source: str, *texts: str) -> Group:
-    """Samples of one problem whose answer is 7, graded as the published grader does."""
-    prompt = Prompt(f"p{number}", "", (1,), "7", source)
-    responses = tuple(
-        Response(prompt.id, index, (5,) * (index + 1), (0.0,) * (index + 1), "stop", 0, 0, text)
-        for index, text in enumerate(texts)
-    )
-    config = RewardConfig(style="dapo_reference", overlong_buffer_tokens=0)
-    rewards = tuple(
-        grade_response(prompt, response, config, max_response_tokens=9) for response in responses
-    )
-    return Group(prompt, responses, rewards)
+def metrics_of(**sets: Group) -> dict[str, float]:
+    return evaluation_metrics({name: report_set([group]) for name, group in sets.items()})
 
 
-def test_sets_are_told_apart_and_a_nameless_one_is_heldout() -> None:
-    metrics = evaluation_metrics([group(1, "aime", "Answer: 7"), group(2, "", "Answer: 8")])
+def test_sets_are_told_apart() -> None:
+    metrics = metrics_of(aime=graded_group(1, "Answer: 7"), sums=graded_group(1, "Answer: 8"))
     assert metrics["val-core/aime/acc/mean@1"] == 1.0
-    assert metrics["val-core/heldout/acc/mean@1"] == 0.0
+    assert metrics["val-core/sums/acc/mean@1"] == 0.0
     assert not [name for name in metrics if "best@" in name or "maj@" in name]
+    assert not [name for name in metrics if "sampling_error" in name]
 
 
 def test_several_samples_give_average_best_and_majority() -> None:
-    metrics = evaluation_metrics([group(1, "aime", "Answer: 8", "Answer: 7", "Answer: 7")])
+    metrics = metrics_of(aime=graded_group(1, "Answer: 8", "Answer: 7", "Answer: 07"))
     assert metrics["val-core/aime/acc/mean@3"] == pytest.approx(2 / 3)
     assert metrics["val-core/aime/acc/best@3"] == 1.0
+    assert metrics["val-aux/aime/acc/best@2"] == 1.0
     assert metrics["val-core/aime/acc/maj@3"] == 1.0
+    assert metrics["val-core/aime/acc/mean@3/sampling_error"] == pytest.approx((2 / 27) ** 0.5)
     assert metrics["val-aux/aime/response_length/mean"] == 2.0
 
 
 def test_responses_without_an_answer_outvote_nobody() -> None:
-    metrics = evaluation_metrics([group(1, "aime", "Answer: 7", "I do not know", "nor do I")])
+    metrics = metrics_of(aime=graded_group(1, "Answer: 7", "I do not know", "nor do I"))
     assert metrics["val-core/aime/acc/maj@3"] == 1.0
 
 
 def test_where_nothing_is_extracted_there_is_no_majority() -> None:
-    voted = group(1, "code", "a", "b")
-    by_plugin = Group(voted.prompt, voted.responses, (Reward(1.0, 1.0), NOT_GRADED))
-    metrics = evaluation_metrics([by_plugin])
+    voted = graded_group(1, "a", "b")
+    metrics = metrics_of(code=Group(voted.prompt, voted.responses, (Reward(1.0, 1.0), NOT_GRADED)))
     assert metrics["val-core/code/acc/mean@2"] == 0.5
+    assert metrics["val-aux/code/ungraded"] == 1.0
     assert "val-core/code/acc/maj@2" not in metrics
+
+
+def test_reflection_and_truncation_are_logged() -> None:
+    group = graded_group(1, "Wait, no.", "Let me verify. wait", ends=("length", "stop"))
+    metrics = metrics_of(aime=group)
+    assert metrics["val-aux/aime/reflection/per_response"] == 1.5
+    assert metrics["val-aux/aime/reflection/per_1k_tokens"] == 1000.0
+    assert metrics["val-aux/aime/response_length/clip_ratio"] == 0.5

@@ -9,7 +9,8 @@ import pytest
 
 from megatron_dapo.config import RunConfig
 from megatron_dapo.observability.run_files import read_metrics, read_run_record, read_samples
-from megatron_dapo.observability.sinks import JsonLinesSink, Sinks, sample_row, spread
+from megatron_dapo.observability.samples import sample_row, spread
+from megatron_dapo.observability.sinks import JsonLinesSink, Sinks
 from megatron_dapo.types import Group, Prompt, Response, Reward
 
 

@@ -40,7 +40,9 @@ def test_everything_is_read_once(tmp_path: Path) -> None:
         )
     )
     assert [prompt.text for prompt in found.train.prompts] == ["1 + 1"]
-    assert [prompt.text for prompt in found.heldout] == ["1 + 1"]
+    (heldout_set,) = found.heldout
+    assert heldout_set.name == "heldout"
+    assert [prompt.text for prompt in heldout_set.prompts] == ["1 + 1"]
     assert found.stop_token_ids == (0, 9)
 
 

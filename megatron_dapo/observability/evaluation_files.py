@@ -1,0 +1,76 @@
+"""Files of an evaluation: every response, and what was counted. Each is whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from megatron_dapo.observability.run_files import read_lines
+from megatron_dapo.observability.samples import sample_row
+from megatron_dapo.types import Group
+
+EVALUATION_FOLDER = "evaluation"
+"""In the run directory: step_00000005.json and .jsonl of each evaluation inside the loop."""
+
+Sets = Mapping[str, Sequence[Group]]
+"""Graded responses by the name of their set."""
+
+
+def evaluation_file(run_dir: Path, step: int, suffix: str) -> Path:
+    """Where an evaluation inside the loop is written."""
+    return run_dir / EVALUATION_FOLDER / f"step_{step:08d}{suffix}"
+
+
+def write_samples(path: Path, step: int, sets: Sets) -> None:
+    """One line a response: the columns of samples.jsonl, with the set and the seed.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def write(file: TextIO) -> None:
+        for row in _rows(step, sets):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    _whole(path, write)
+
+
+def write_report(path: Path, content: Mapping[str, object]) -> None:
+    """A JSON file for programs.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def write(file: TextIO) -> None:
+        json.dump(content, file, indent=1, ensure_ascii=False)
+        file.write("\n")
+
+    _whole(path, write)
+
+
+def read_evaluation_samples(path: Path) -> list[dict[str, object]]:
+    """What `write_samples` wrote."""
+    return read_lines(path)
+
+
+def _rows(step: int, sets: Sets) -> Iterator[dict[str, object]]:
+    for name, groups in sets.items():
+        for group in groups:
+            for response, reward in zip(group.responses, group.rewards, strict=True):
+                row = sample_row(step, group, response, reward)
+                yield {"set": name, **row, "seed": response.seed}
+
+
+def _whole(path: Path, write: Callable[[TextIO], None]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.unfinished")
+    try:
+        with draft.open("w", encoding="utf-8", errors="replace") as file:
+            write(file)
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
