@@ -11,8 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_dapo.config.algorithm import AdvantageConfig, CriticConfig, LossConfig, RewardConfig
-from megatron_dapo.config.evaluation import EvaluationConfig
-from megatron_dapo.config.section import Fraction, LocalPath, PositiveInt, PromptFormat, Section
+from megatron_dapo.config.section import Fraction, LocalPath, PositiveInt, Section
 
 
 class ModelConfig(Section):
@@ -140,19 +139,19 @@ class OptimizerConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts as parquet or JSONL, in DAPO-Math-17k's row format or a benchmark's own."""
+    """Prompts: DAPO-Math-17k's row format, as parquet or JSONL."""
 
     train: LocalPath
     """.parquet or .jsonl file."""
     heldout: LocalPath | None = None
-    """Prompts of the evaluation inside the loop; `evaluation.sets` names more."""
-    prompt_format: PromptFormat = "dapo"
+    """Prompts of the evaluation inside the loop."""
+    prompt_format: Literal["dapo", "chat", "plain"] = "dapo"
     """dapo: the paper's instruction around the bare problem (left alone where it is already
     there). chat: the tokenizer's chat template. plain: the text as it stands."""
-    prompt_column: str | None = None
-    """Column with the text or the list of messages; default: recognised from the columns."""
-    answer_column: str | None = None
-    """Column with the answer, dots go into nested objects; default: recognised (docs/data.md)."""
+    prompt_column: str = "prompt"
+    """Column with the text or the list of messages."""
+    answer_column: str = "reward_model.ground_truth"
+    """Column with the answer; dots go into nested objects."""
     max_prompt_tokens: PositiveInt = 2048
     """Template included."""
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
@@ -180,6 +179,13 @@ class RolloutConfig(Section):
     """L_max of DAPO Eq. 13."""
     logprobs: Literal["processed", "raw"] = "processed"
     """Which log-probs the engine returns: of the sampling distribution, or of the raw logits."""
+    mode: Literal["sync", "one_step_off", "async"] = "sync"
+    """How far sampling runs ahead of training. sync: not at all. one_step_off: the next step is
+    sampled while this one is trained on. async: sampling never stops. Both need loss.mismatch and,
+    on GPU, engines with their own devices."""
+    max_staleness: PositiveInt = 1
+    """Most versions that the oldest token of a trained response may be behind the weights that
+    train on it; with mode=async or sampling.surplus=carry."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """Engines share the trainers' devices (sleep and wake), or have their own."""
     engines: PositiveInt = 1
@@ -242,17 +248,30 @@ class ReshardingConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Dynamic sampling (DAPO Eq. 11): only groups of mixed accuracy are trained on. Mixed groups
-    beyond rollout.prompts_per_step are dropped and counted (the reference's rule)."""
+    """Dynamic sampling (DAPO Eq. 11): only groups of mixed accuracy are trained on, exactly
+    rollout.prompts_per_step of them. A refill draws what is missing divided by the share of groups
+    that were mixed so far."""
 
     dynamic: bool = True
     """Off: every group trains, and one of equal accuracy has advantage 0."""
     max_rounds: PositiveInt = 10
-    """Generation rounds a step before `when_short` applies. The released script: 10."""
+    """Rounds of prompts_per_round groups that a step may generate before `when_short` applies. The
+    released script: 10."""
     prompts_per_round: PositiveInt | None = None
-    """Prompts of the first round; later ones ask for what is missing. Default: prompts_per_step."""
+    """Prompts of the first wave of a step, and of a round. Default: rollout.prompts_per_step, the
+    first wave by the share of mixed groups in earlier steps."""
+    max_seconds: float | None = Field(default=None, gt=0.0)
+    """Time that a step may wait for its groups before `when_short` applies."""
     when_short: Literal["stop", "train"] = "stop"
-    """Too few mixed groups after max_rounds: stop with the counts, or train on what there is."""
+    """Too few mixed groups by max_rounds or max_seconds: stop with the counts, or train on what
+    there is."""
+    surplus: Literal["drop", "carry"] = "drop"
+    """Mixed groups beyond the target. drop: the reference's rule; their prompts come again. carry:
+    they train in the next step, one update later; needs loss.mismatch."""
+    unfinished: Literal["abort", "finish", "continue"] = "abort"
+    """Responses that still run when the step has its groups. abort (with drop): those prompts come
+    again. finish (with carry): they are waited for. continue (with carry): they stop, and go on in
+    the next step where they were, with its weights; nothing is lost and engines never idle."""
 
 
 class CheckpointConfig(Section):
@@ -264,6 +283,21 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept; an old one goes only after a new one is complete."""
     export_hf: bool = True
     """Write the Hugging Face folder at the end of the run."""
+
+
+class EvaluationConfig(Section):
+    """Accuracy on `data.heldout` inside the loop. Defaults are the paper's AIME protocol."""
+
+    every: int = Field(default=5, ge=0)
+    """Rollout steps between evaluations; also before the first and after the last. 0: never."""
+    samples_per_prompt: PositiveInt = 32
+    """Responses of each prompt, k of avg@k, maj@k and pass@k."""
+    temperature: float = Field(default=1.0, ge=0.0)
+    """0: greedy, one sample a prompt."""
+    top_p: float = Field(default=0.7, gt=0.0, le=1.0)
+    """Share of the probability mass that is sampled from."""
+    max_prompts: PositiveInt | None = None
+    """Only the first ones; default all."""
 
 
 class LoggingConfig(Section):

@@ -102,6 +102,16 @@ class PromptStream:
             self._position = end
         return taken
 
+    def put_back(self, count: int) -> None:
+        """The last `count` prompts taken come again, in their order, across ends of epochs too."""
+        while self._epoch and 0 < count >= self._position:  # never left at the start of an epoch
+            count -= self._position
+            self._start_epoch(self._epoch - 1)
+            self._position = len(self._order)
+        if count > self._position:
+            raise RuntimeError(f"{count} prompts are put back, but {self._position} were taken")
+        self._position -= count
+
     def state_dict(self) -> dict[str, int | str]:
         """Everything that `load_state_dict` needs, as plain JSON values."""
         return {

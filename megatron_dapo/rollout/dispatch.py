@@ -33,7 +33,8 @@ class Dispatcher:
         self._engines = engines
         self._load = dict.fromkeys(range(len(engines)), 0)
         self._last_failure: EngineUnavailable | None = None
-        self._slots = asyncio.Semaphore(len(engines) * (max_concurrent + max_concurrent // 8 + 1))
+        self._places = max_concurrent + max_concurrent // 8 + 1
+        self._slots = asyncio.Semaphore(len(engines) * self._places)
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Sample on the least loaded engine; an engine that does not answer is not asked again.
@@ -55,6 +56,22 @@ class Dispatcher:
             raise EngineUnavailable(
                 f"all {len(self._engines)} rollout engines are lost, at last: {self._last_failure}"
             ) from self._last_failure
+
+    @property
+    def capacity(self) -> int:
+        """Requests that the engines which still answer take at once."""
+        return len(self._load) * self._places
+
+    async def interrupt(self) -> None:
+        """End all requests of this moment with what they have; finish reason "abort"."""
+
+        async def interrupt(engine: int) -> None:
+            try:
+                await self._engines[engine].interrupt()
+            except EngineUnavailable as error:  # its requests end by that, too
+                self._drop(engine, error)
+
+        await gather_or_cancel([interrupt(engine) for engine in list(self._load)])
 
     def _drop(self, engine: int, error: EngineUnavailable) -> None:
         lost = self._load.pop(engine, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -12,14 +13,16 @@ from pydantic import JsonValue
 
 from megatron_dapo.config import RunConfig
 from megatron_dapo.data.prompts import PromptStream
-from megatron_dapo.reward.grade import grade_response, grading_errors
+from megatron_dapo.reward.grade import grade_response
 from megatron_dapo.reward.grader_pool import GraderPool, needs_pool
-from megatron_dapo.rollout.dispatch import gather_or_cancel
+from megatron_dapo.rollout.dispatch import Dispatcher, gather_or_cancel
+from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
 from megatron_dapo.rollout.fleet import Device, EngineFleet
-from megatron_dapo.rollout.heldout import HeldoutSampling
+from megatron_dapo.rollout.grading import Grade, ThreadedGrader
 from megatron_dapo.rollout.inputs import RolloutInputs
 from megatron_dapo.rollout.probe import Probe, probe_engine
-from megatron_dapo.rollout.sampler import Grade, RolloutStep, collect_groups
+from megatron_dapo.rollout.sampler import RolloutStep, SamplingPlan, generate_all
+from megatron_dapo.rollout.scheduler import GroupScheduler
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.weight_update import Digests
 from megatron_dapo.types import Group
@@ -47,6 +50,7 @@ class RolloutDriver:
         self._decode = inputs.tokenizer.decode
         self._stop_ids = inputs.stop_token_ids
         self._prompts = PromptStream(inputs.train, config.seed)
+        self._heldout = inputs.heldout
         self._graders = _grader_pool(config)
         self._grade: Grade = partial(
             grade_response,
@@ -54,18 +58,23 @@ class RolloutDriver:
             max_response_tokens=config.rollout.max_response_tokens,
             pool=self._graders,
         )
-        self._heldout = HeldoutSampling(
-            sets=inputs.heldout,
-            decode=self._decode,
-            stop_token_ids=self._stop_ids,
-            max_response_tokens=config.rollout.max_response_tokens,
-            max_concurrent=config.rollout.max_concurrent_sequences,
-            seed=config.seed,
-            graders=self._graders,
-            grader_threads=self._grader_threads,
-        )
+        self._grader = ThreadedGrader(self._grade, self._decode, self._grader_threads)
         self._probe_prompt = inputs.train.prompts[0].token_ids
         self._fleet = EngineFleet(config, device)
+        self._dispatcher: Dispatcher | None = None
+        self._scheduler = GroupScheduler(
+            self._generate,
+            self._prompts,
+            self._grader,
+            config.rollout,
+            config.sampling,
+            interrupt=self._interrupt,
+            seed=config.seed,
+            stop_token_ids=self._stop_ids,
+            capacity=self._capacity,
+            last_step=config.training.steps,
+            max_error_share=config.reward.max_error_share,
+        )
         logger.info("generation stops at token ids %s", list(self._stop_ids))
 
     def start(self) -> None:
@@ -82,36 +91,56 @@ class RolloutDriver:
             EngineStartError: one of them ended or took too long.
         """
         self._fleet.wait_ready()
+        self._renew_dispatcher()
 
     def collect(self, step: int, policy_version: int) -> RolloutStep:
-        """The groups that `step` trains on, sampled from weights `policy_version`."""
-        rollout = self._fleet.run(
-            collect_groups(
-                self._fleet.engines,
-                self._prompts.take,
-                self._grade,
-                self._decode,
-                self._config.rollout,
-                self._config.sampling,
-                seed=self._config.seed,
-                step=step,
-                policy_version=policy_version,
-                stop_token_ids=self._stop_ids,
-                grader_threads=self._grader_threads,
-            )
-        )
+        """The groups that `step` trains on, with weights `policy_version`.
+
+        With rollout.mode other than sync, sampling goes on after this returns.
+
+        Raises:
+            EnginesLost: no engine is left. What is finished is kept, and another call for the
+                same step goes on with it.
+        """
+        self._renew_dispatcher()
+        rollout = self._fleet.run(self._scheduler.collect(step, policy_version))
         if self._graders is not None:
             rollout.metrics.update(self._graders.take_counts())
-        rollout.metrics["reward/errors"] = float(grading_errors(rollout.generated))
+        # Beside the sampling: no phase of the step.
+        rollout.metrics["rollout/grade_seconds"] = self._grader.take_seconds()
         rollout.metrics["data/epoch"] = float(self._prompts.epoch)
         self._fleet.sleep()
         return rollout
 
-    def sample_heldout(self, step: int, policy_version: int) -> dict[str, list[Group]]:
-        """Graded responses of each held-out set by its name; {} without any."""
-        return self._fleet.run(
-            self._heldout.sample(self._fleet.engines, step=step, policy_version=policy_version)
+    def sample_heldout(self, step: int, policy_version: int) -> list[Group]:
+        """`evaluation.samples_per_prompt` graded responses of each held-out prompt."""
+        evaluation = self._config.evaluation
+        plan = SamplingPlan(
+            temperature=evaluation.temperature,
+            top_p=evaluation.top_p,
+            max_tokens=self._config.rollout.max_response_tokens,
+            stop_token_ids=self._stop_ids,
+            group_size=1 if evaluation.temperature == 0 else evaluation.samples_per_prompt,
+            seed=self._config.seed,
+            step=step,
+            policy_version=policy_version,
+            purpose="evaluate",
         )
+        answers = self._fleet.run(
+            generate_all(
+                self._fleet.engines,
+                self._heldout,
+                self._decode,
+                plan,
+                max_concurrent=self._config.rollout.max_concurrent_sequences,
+            )
+        )
+        with ThreadPoolExecutor(self._grader_threads) as threads:
+            rewards = [
+                tuple(threads.map(partial(self._grade, prompt), responses))
+                for prompt, responses in zip(self._heldout, answers, strict=True)
+            ]
+        return list(map(Group, self._heldout, answers, rewards))
 
     def remove_when_orphaned(self, directory: Path) -> None:
         """Have `directory` (published weights) removed should this process be killed."""
@@ -125,13 +154,17 @@ class RolloutDriver:
     ) -> None:
         """First half of an update: every engine pauses and starts to take weights.
 
-        Returns at once. `finish_update` says whether it went well.
+        With rollout.mode=one_step_off it first waits until the next step is sampled, whole from
+        the weights that are there. Otherwise it returns at once. `finish_update` says whether it
+        went well.
 
         Args:
             infos: where each engine gets weights from, in order of the engines.
             payload: description of this update, the same for all.
             policy_version: that the engines will serve.
         """
+        if self._config.rollout.mode == "one_step_off":
+            self._fleet.run(self._scheduler.drain())
         self._fleet.start_update(infos, payload, policy_version)
 
     def restart(
@@ -194,12 +227,18 @@ class RolloutDriver:
         return self._fleet.reports
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """Position in the prompt order, as JSON."""
-        return {"prompts": cast(JsonValue, self._prompts.state_dict())}
+        """Position in the prompt order, groups and responses that wait, as JSON.
+
+        Waits until nothing runs that would be lost; with sampling.unfinished=continue, running
+        responses stop for it and go on afterwards.
+        """
+        return self._fleet.run(self._settled_state())
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
-        """Go on at a saved position."""
+        """Go on at a saved state. One of an earlier release has no groups that wait."""
         self._prompts.load_state_dict(cast(dict[str, int | str], state["prompts"]))
+        if "sampling" in state:
+            self._scheduler.load_state_dict(cast(dict[str, JsonValue], state["sampling"]))
 
     @property
     def prompts_fingerprint(self) -> str:
@@ -211,6 +250,7 @@ class RolloutDriver:
         try:
             self._fleet.close()
         finally:
+            self._grader.close()
             if self._graders is not None:
                 self._graders.close()
 
@@ -218,6 +258,31 @@ class RolloutDriver:
     def _grader_threads(self) -> int:
         """Threads that grade: one waits for each worker, and our own check needs but one."""
         return 1 if self._graders is None else self._config.reward.workers
+
+    async def _settled_state(self) -> dict[str, JsonValue]:
+        await self._scheduler.settle()
+        state: dict[str, JsonValue] = {
+            "prompts": cast(JsonValue, self._prompts.state_dict()),
+            "sampling": self._scheduler.state_dict(),
+        }
+        self._scheduler.go_on()
+        return state
+
+    def _renew_dispatcher(self) -> None:
+        """With the engines of now: one that was restarted is used again."""
+        places = self._config.rollout.max_concurrent_sequences
+        self._dispatcher = Dispatcher(self._fleet.engines, places)
+
+    async def _generate(self, request: GenerationRequest) -> GenerationResult:
+        assert self._dispatcher is not None, "wait_ready comes first"
+        return await self._dispatcher.generate(request)
+
+    async def _interrupt(self) -> None:
+        assert self._dispatcher is not None, "wait_ready comes first"
+        await self._dispatcher.interrupt()
+
+    def _capacity(self) -> int:
+        return 0 if self._dispatcher is None else self._dispatcher.capacity
 
     async def _probe(self, engines: Mapping[int, VllmEngine]) -> tuple[Probe, ...]:
         if self._config.resharding.probe_tokens == 0:

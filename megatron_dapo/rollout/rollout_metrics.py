@@ -7,30 +7,21 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from megatron_dapo.rollout.selection import Selection
 from megatron_dapo.types import Group
 
 
-def rollout_metrics(generated: Sequence[Group], selection: Selection) -> dict[str, float]:
-    """Metrics by name.
+def response_metrics(generated: Sequence[Group]) -> dict[str, float]:
+    """Metrics of all responses of `generated` by name; {} without any group.
 
-    Rewards and lengths speak of *all* generated responses, the dropped ones included: among
-    the kept groups the accuracy says more of the filter than of the policy. Rewards count graded
-    responses only; a mean of nothing is left out.
+    Rewards and lengths speak of the dropped groups too: among the kept ones the accuracy says more
+    of the filter than of the policy. Rewards count graded responses only; a mean of nothing is
+    left out.
     """
-    counts = selection.counts
-    metrics = {
-        "filter/num_gen_batches": float(selection.rounds_used),
-        "filter/generated": float(counts.generated),
-        "filter/kept": float(counts.kept),
-        "filter/drop_all_right": float(counts.all_right),
-        "filter/drop_all_wrong": float(counts.all_wrong),
-        "filter/drop_ungraded": float(counts.ungraded),
-        "filter/discarded_valid": float(counts.surplus),
-    }
     responses = [response for group in generated for response in group.responses]
+    if not responses:
+        return {}
     lengths = np.array([len(response.token_ids) for response in responses], dtype=np.float64)
-    metrics |= {
+    metrics = {
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
         "response_length/min": lengths.min().item(),
@@ -41,6 +32,16 @@ def rollout_metrics(generated: Sequence[Group], selection: Selection) -> dict[st
         "prompt_length/mean": float(np.mean([len(g.prompt.token_ids) for g in generated])),
     }
     return metrics | _reward_metrics(generated)
+
+
+def staleness_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
+    """How many versions the oldest token of each trained response is behind `policy_version`."""
+    ages = [policy_version - r.policy_version for group in groups for r in group.responses]
+    ages = [max(age, 0) for age in ages]  # an update may have come after the step was asked for
+    return {
+        "rollout/staleness/mean": float(np.mean(ages)),
+        "rollout/staleness/max": float(max(ages)),
+    }
 
 
 def _reward_metrics(generated: Sequence[Group]) -> dict[str, float]:

@@ -9,7 +9,13 @@ Purpose = Literal["train", "evaluate", "probe"]
 
 
 def sample_seed(
-    run_seed: int, step: int, event: int | str, sample: int, *, purpose: Purpose = "train"
+    run_seed: int,
+    step: int,
+    event: int | str,
+    sample: int,
+    *,
+    purpose: Purpose = "train",
+    piece: int = 0,
 ) -> int:
     """Seed of one response, 0 .. 2**63 - 1.
 
@@ -21,6 +27,10 @@ def sample_seed(
         event: index of the sampling event (one prompt, drawn once) inside the step; of an
             evaluation, set and index of the prompt in it.
         sample: index of the response inside its group.
+        piece: how often the response was interrupted before this part of it: what is sampled on
+            must not draw the numbers of its beginning again.
     """
     words = f"{purpose} {run_seed} {step} {event} {sample}"
+    if piece:
+        words += f" {piece}"
     return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=8).digest()) >> 1

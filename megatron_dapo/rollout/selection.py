@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dapo.types import Group
-
-LARGEST_ROUND = 3
-"""Most prompts of a refill round, in targets (the reference draws 3 x 512 prompts at once)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +20,7 @@ class FilterCounts:
     ungraded: int
     """No member was graded: every response was aborted or its grader failed."""
     surplus: int
-    """Usable groups beyond the target, dropped."""
+    """Usable groups beyond the target: carried on to the next step, or dropped."""
 
     def __str__(self) -> str:
         return (
@@ -42,12 +39,32 @@ class Selection:
 
 
 class NotEnoughGroups(RuntimeError):
-    """Dynamic sampling found too few groups of mixed accuracy. `counts` says on which side."""
+    """Dynamic sampling found too few groups of mixed accuracy. `counts` says on which side.
 
-    def __init__(self, target: int, rounds: int, counts: FilterCounts) -> None:
+    Args:
+        target: groups that were wanted.
+        rounds: that were generated.
+        counts: where the groups went.
+        histogram: groups by their number of right responses.
+        seconds: sampling.max_seconds, where that was what ended the step.
+    """
+
+    def __init__(
+        self,
+        target: int,
+        rounds: int,
+        counts: FilterCounts,
+        histogram: Mapping[int, int] | None = None,
+        seconds: float | None = None,
+    ) -> None:
+        bound = f"{rounds} rounds (sampling.max_rounds)"
+        if seconds is not None:
+            bound = f"{seconds:g} seconds (sampling.max_seconds)"
+        spread = ", ".join(f"{right}: {groups}" for right, groups in (histogram or {}).items())
+        told = f" Groups by number of right responses: {spread}." if spread else ""
         super().__init__(
-            f"only {counts.kept} of {target} groups of mixed accuracy after {rounds} rounds "
-            f"(sampling.max_rounds): {counts}. {_cause_and_cure(counts)}"
+            f"only {counts.kept} of {target} groups of mixed accuracy after {bound}: {counts}."
+            f"{told} {_cause_and_cure(counts, by_time=seconds is not None)}"
         )
         self.counts = counts
 
@@ -88,10 +105,13 @@ def select_groups(
     return Selection(tuple(usable[:target]), counts, used)
 
 
-def next_round_prompts(counts: FilterCounts, target: int) -> int:
-    """Prompts to draw next: what is missing, scaled by the share of groups kept so far."""
-    share = max(counts.kept, 1) / counts.generated
-    return min(math.ceil((target - counts.kept) / share), LARGEST_ROUND * target)
+def right_histogram(groups: Iterable[Group]) -> dict[int, int]:
+    """Number of right responses of a group -> groups with that many, in order."""
+    rights = Counter(
+        sum(reward.accuracy is not None and reward.accuracy > 0 for reward in group.rewards)
+        for group in groups
+    )
+    return dict(sorted(rights.items()))
 
 
 def _verdict(group: Group) -> str:
@@ -101,15 +121,18 @@ def _verdict(group: Group) -> str:
     return "right" if graded[0] > 0 else "wrong"
 
 
-def _cause_and_cure(counts: FilterCounts) -> str:
+def _cause_and_cure(counts: FilterCounts, *, by_time: bool) -> str:
     if counts.ungraded > max(counts.all_wrong, counts.all_right):
         return (
             "Responses were aborted or reward.plugin failed on them, as the messages above say; "
             "mend that first"
         )
-    level = "hard" if counts.all_wrong >= counts.all_right else "easy"
     accept = ", or take what there is with sampling.when_short=train" if counts.kept else ""
+    if by_time and counts.all_wrong + counts.all_right <= counts.kept:
+        return f"Generation is too slow for that limit; raise sampling.max_seconds{accept}"
+    bound = "sampling.max_seconds" if by_time else "sampling.max_rounds"
+    level = "hard" if counts.all_wrong >= counts.all_right else "easy"
     return (
         f"The prompts are too {level} for this policy, or the grader does not find its answers; "
-        f"change data.train or raise sampling.max_rounds{accept}"
+        f"change data.train or raise {bound}{accept}"
     )

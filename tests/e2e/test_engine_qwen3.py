@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.engine import EngineError, GenerationRequest, GenerationResult
-from megatron_dapo.rollout.sampler import RolloutStep, collect_groups
+from megatron_dapo.rollout.grading import ThreadedGrader
+from megatron_dapo.rollout.sampler import RolloutStep
+from megatron_dapo.rollout.scheduler import GroupScheduler
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import session_members
 from megatron_dapo.rollout.weight_update import InFlight
@@ -104,20 +106,31 @@ def test_dynamic_sampling_fills_a_step_and_repeats_it(qwen3: RunningServer) -> N
     def grade(prompt: Prompt, response: Response) -> Reward:
         return Reward(accuracy=float(response.token_ids[0] % 2), score=0.0)
 
+    class Source:
+        def __init__(self) -> None:
+            self.given = 0
+
+        def take(self, count: int) -> list[Prompt]:
+            first, self.given = self.given, self.given + count
+            numbers = range(first, self.given)
+            return [Prompt(str(n), "", (n % 300 + 3, 9), "1") for n in numbers]
+
+        def put_back(self, count: int) -> None:
+            self.given -= count
+
     async def collect(engine: VllmEngine) -> RolloutStep:
-        source = iter(Prompt(str(n), "", (n % 300 + 3, 9), "1") for n in range(1000))
-        return await collect_groups(
-            [engine],
-            lambda count: list(itertools.islice(source, count)),
-            grade,
-            lambda ids: " ".join(map(str, ids)),
+        scheduler = GroupScheduler(
+            engine.generate,
+            Source(),
+            ThreadedGrader(grade, lambda ids: " ".join(map(str, ids))),
             RolloutConfig(prompts_per_step=5, group_size=4, max_response_tokens=8),
             SamplingConfig(prompts_per_round=2),
+            interrupt=engine.interrupt,
             seed=3,
-            step=1,
-            policy_version=0,
             stop_token_ids=[2],
+            capacity=lambda: 64,
         )
+        return await scheduler.collect(1, 0)
 
     step = qwen3.run(collect)
     assert len(step.groups) == 5

@@ -257,6 +257,28 @@ def test_handed_order_after_resume_is_the_uninterrupted_one(case: Case, tmp_path
 
 
 @settings(deadline=None, max_examples=50)
+@given(takes=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 25)), max_size=6))
+def test_what_is_put_back_comes_again_and_leaves_no_trace(
+    tmp_path_factory: pytest.TempPathFactory, takes: list[tuple[int, int]]
+) -> None:
+    prompts = prompt_set(tmp_path_factory.mktemp("prompts"), 10)
+    stream, plain = PromptStream(prompts, 3), PromptStream(prompts, 3)
+    for count, more in takes:
+        taken = stream.take(count + more)
+        stream.put_back(more)
+        assert taken[:count] == plain.take(count)
+        if count or more:  # at the end of an epoch the next one has not begun
+            assert stream.state_dict() == plain.state_dict()
+
+
+def test_prompts_that_were_not_taken_cannot_be_put_back(tmp_path: Path) -> None:
+    stream = PromptStream(prompt_set(tmp_path, 5), 1)
+    stream.take(3)
+    with pytest.raises(RuntimeError, match="4 prompts are put back, but 3 were taken"):
+        stream.put_back(4)
+
+
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.integers(0, 25), max_size=12), st.integers(0, 12), st.integers(0, 9))
 def test_any_stop_and_any_sizes_give_the_same_stream(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[int], stop: int, seed: int

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
 from pathlib import Path
 
 from megatron_dapo.config.schema import RewardConfig, RolloutConfig, SamplingConfig
 from megatron_dapo.reward.grade import grade_response, grading_errors
 from megatron_dapo.reward.grader_pool import GraderPool
-from megatron_dapo.rollout.sampler import RolloutStep, collect_groups
-from tests.unit.rollout.fake_engine import STOP, FakeEngine, Source, decode
+from megatron_dapo.rollout.sampler import RolloutStep
+from tests.unit.rollout.fake_engine import FakeEngine, Source
+from tests.unit.rollout.scheduling import Rollouts, collect_step
 
 
 def collect(config: RewardConfig, folder: Path) -> tuple[RolloutStep, dict[str, float]]:
@@ -18,21 +18,16 @@ def collect(config: RewardConfig, folder: Path) -> tuple[RolloutStep, dict[str, 
     pool = GraderPool(config, folder)
     pool.start()
     try:
-        step = asyncio.run(
-            collect_groups(
-                [FakeEngine()],
-                Source((50,)).take,
-                partial(grade_response, config=config, max_response_tokens=100, pool=pool),
-                decode,
-                RolloutConfig(prompts_per_step=8, group_size=4),
-                SamplingConfig(dynamic=False),
-                seed=0,
-                step=1,
-                policy_version=0,
-                stop_token_ids=[STOP],
-                grader_threads=config.workers,
-            )
+        grade = partial(grade_response, config=config, max_response_tokens=100, pool=pool)
+        rollouts = Rollouts(
+            [FakeEngine()],
+            Source((50,)),
+            RolloutConfig(prompts_per_step=8, group_size=4),
+            SamplingConfig(dynamic=False),
+            grade=grade,
+            threads=config.workers,
         )
+        step = collect_step(rollouts)
         return step, pool.take_counts()
     finally:
         pool.close()

@@ -4,14 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.rollout.rollout_metrics import rollout_metrics
-from megatron_dapo.rollout.selection import (
-    LARGEST_ROUND,
-    FilterCounts,
-    NotEnoughGroups,
-    next_round_prompts,
-    select_groups,
-)
+from megatron_dapo.rollout.keep_rate import LARGEST_WAVE, missing_prompts
+from megatron_dapo.rollout.rollout_metrics import response_metrics
+from megatron_dapo.rollout.selection import FilterCounts, NotEnoughGroups, select_groups
 from megatron_dapo.types import Group, Prompt, Response, Reward
 from tests.unit.handed import Case, handed_cases
 
@@ -48,7 +43,7 @@ def test_handed_cases(case: Case) -> None:
         assert getattr(counts, name) == value
     if "raw_acc_mean" in expect:
         read = [g for groups in rounds for g in groups]
-        assert rollout_metrics(read, selection)["reward/acc/mean"] == expect["raw_acc_mean"]
+        assert response_metrics(read)["reward/acc/mean"] == expect["raw_acc_mean"]
     if "ends_with" in expect:
         message = str(NotEnoughGroups(given_["target_groups"], selection.rounds_used, counts))
         for name, value in expect["message_counts"].items():
@@ -108,19 +103,17 @@ def test_every_group_is_accounted_for_once(
 
 
 @given(st.integers(1, 50), st.data())
-def test_the_next_round_asks_for_what_is_missing_and_no_more(
-    target: int, data: st.DataObject
-) -> None:
-    kept = data.draw(st.integers(0, target - 1))
-    generated = data.draw(st.integers(max(kept, 1), 500))
-    counts = FilterCounts(generated, kept, generated - kept, 0, 0, 0)
-    asked = next_round_prompts(counts, target)
-    assert 1 <= asked <= LARGEST_ROUND * target
-    if 0 < kept == generated:
-        assert asked == target - kept
-    if kept and asked < LARGEST_ROUND * target:
-        expected = asked * kept / generated  # groups of mixed accuracy to be expected
-        assert target - kept <= expected + 1e-9 < target - kept + 1
+def test_a_refill_asks_for_what_is_missing_and_no_more(need: int, data: st.DataObject) -> None:
+    mixed = data.draw(st.integers(0, need - 1))
+    in_flight = data.draw(st.integers(0, 3 * need))
+    rate = data.draw(st.floats(0.01, 1.0))
+    asked = missing_prompts(need, mixed, in_flight, rate)
+    expected = mixed + rate * (in_flight + asked)
+    assert 0 <= asked <= max(LARGEST_WAVE * need - in_flight, 0)
+    if asked:
+        assert expected < need + rate + 1e-6
+    if asked < LARGEST_WAVE * need - in_flight:
+        assert expected >= need - 1e-6
 
 
 def test_the_error_names_the_side_and_the_cure() -> None:
