@@ -6,13 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_dapo.config.section import Fraction, PositiveInt, Section
+from megatron_dapo.config.section import AnswerStyle, Fraction, PositiveInt, Section
 
 
 class RewardConfig(Section):
     """Rule reward (DAPO Eq. 7) and length shaping (Eq. 13)."""
 
-    style: Literal["answer_line", "boxed", "either", "dapo_reference"] = "answer_line"
+    style: AnswerStyle = "answer_line"
     """Where the answer is read. dapo_reference reproduces the published grader bit by bit."""
     correct: float = 1.0
     """Reward of a right answer."""

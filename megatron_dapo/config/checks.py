@@ -11,6 +11,11 @@ from collections.abc import Iterator, Mapping
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.errors import ConfigError
+from megatron_dapo.config.evaluation_checks import (
+    evaluation_problems,
+    prompt_file_problems,
+    temperature_problems,
+)
 from megatron_dapo.config.layout_checks import layout_problems
 from megatron_dapo.config.loss_checks import loss_problems
 from megatron_dapo.config.model_family import family_problems
@@ -20,8 +25,6 @@ from megatron_dapo.config.resharding_checks import resharding_problems
 from megatron_dapo.config.rollout_checks import scheduling_problems
 from megatron_dapo.config.schema import AdvantageConfig, CriticConfig, MoeConfig, RunConfig
 
-LEAST_TEMPERATURE = 0.01
-PROMPT_SUFFIXES = (".parquet", ".jsonl")
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
@@ -42,6 +45,7 @@ def check_config(config: RunConfig, hf_config: Mapping[str, object]) -> None:
         *length_problems(config, shape),
         *sampling_problems(config),
         *scheduling_problems(config),
+        *evaluation_problems(config),
         *reward_problems(config),
         *advantage_problems(config),
         *loss_problems(config.loss),
@@ -123,15 +127,7 @@ def length_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 def sampling_problems(config: RunConfig) -> Iterator[str]:
     """Responses must come from the distribution that the trainer differentiates."""
     rollout, sampling = config.rollout, config.sampling
-    for key, temperature in (
-        ("rollout.temperature", rollout.temperature),
-        ("evaluation.temperature", config.evaluation.temperature),
-    ):
-        if 0 < temperature < LEAST_TEMPERATURE:
-            yield (
-                f"{key}={temperature}: vLLM samples at {LEAST_TEMPERATURE} instead of anything "
-                f"between 0 and that, without a word; must be at least {LEAST_TEMPERATURE}."
-            )
+    yield from temperature_problems("rollout.temperature", rollout.temperature)
     if rollout.temperature == 0:
         yield (
             "rollout.temperature=0.0: greedy responses are all equal and their log-probs have no "
@@ -157,13 +153,6 @@ def sampling_problems(config: RunConfig) -> Iterator[str]:
             f"sampling.prompts_per_round={sampling.prompts_per_round}: without dynamic sampling "
             f"there is one round of rollout.prompts_per_step={rollout.prompts_per_step} prompts. "
             "Leave it out, or set sampling.dynamic=true."
-        )
-    evaluation = config.evaluation
-    greedy = evaluation.temperature == 0 and evaluation.samples_per_prompt > 1
-    if greedy and evaluation.every > 0 and config.data.heldout is not None:
-        yield (
-            f"evaluation.samples_per_prompt={evaluation.samples_per_prompt}: at "
-            "evaluation.temperature=0 all samples of a prompt are equal; must be 1."
         )
 
 
@@ -263,9 +252,7 @@ def _is_local(endpoint: str) -> bool:
 
 def data_problems(config: RunConfig) -> Iterator[str]:
     """Prompt files that can be read."""
-    for key, file in (("data.train", config.data.train), ("data.heldout", config.data.heldout)):
-        if file is not None and file.suffix not in PROMPT_SUFFIXES:
-            yield f"{key}={file}: must be a .parquet or .jsonl file. Convert it."
+    yield from prompt_file_problems("data.train", config.data.train)
 
 
 def model_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:

@@ -11,7 +11,9 @@ from typing import Literal
 from pydantic import Field
 
 from megatron_dapo.config.algorithm import AdvantageConfig, CriticConfig, LossConfig, RewardConfig
-from megatron_dapo.config.section import Fraction, LocalPath, PositiveInt, Section
+from megatron_dapo.config.checkpoint import CheckpointConfig
+from megatron_dapo.config.evaluation import EvaluationConfig
+from megatron_dapo.config.section import Fraction, LocalPath, PositiveInt, PromptFormat, Section
 
 
 class ModelConfig(Section):
@@ -139,19 +141,19 @@ class OptimizerConfig(Section):
 
 
 class DataConfig(Section):
-    """Prompts: DAPO-Math-17k's row format, as parquet or JSONL."""
+    """Prompts as parquet or JSONL, in DAPO-Math-17k's row format or a benchmark's own."""
 
     train: LocalPath
     """.parquet or .jsonl file."""
     heldout: LocalPath | None = None
-    """Prompts of the evaluation inside the loop."""
-    prompt_format: Literal["dapo", "chat", "plain"] = "dapo"
+    """Prompts of the evaluation inside the loop; `evaluation.sets` names more."""
+    prompt_format: PromptFormat = "dapo"
     """dapo: the paper's instruction around the bare problem (left alone where it is already
     there). chat: the tokenizer's chat template. plain: the text as it stands."""
-    prompt_column: str = "prompt"
-    """Column with the text or the list of messages."""
-    answer_column: str = "reward_model.ground_truth"
-    """Column with the answer; dots go into nested objects."""
+    prompt_column: str | None = None
+    """Column with the text or the list of messages; default: recognised from the columns."""
+    answer_column: str | None = None
+    """Column with the answer, dots go into nested objects; default: recognised (docs/data.md)."""
     max_prompt_tokens: PositiveInt = 2048
     """Template included."""
     overlong_prompts: Literal["drop", "truncate_left", "error"] = "drop"
@@ -233,7 +235,8 @@ class ReshardingConfig(Section):
     """Weights under way at a time; a transport holds at most two buckets beside the model on either
     side. An engine also holds the module that its kernel repacks or vLLM's loader takes, whole."""
     timeout_seconds: PositiveInt = 600
-    """Longest wait for the other side of a transfer."""
+    """Longest wait for the other side of a transfer, and, a little longer, for an engine in any step
+    of an update, such as taking all weights."""
     verify_digests: bool = True
     """Compare a 64-bit hash of every engine parameter after each update."""
     probe_tokens: int = Field(default=16, ge=0)
@@ -272,32 +275,6 @@ class SamplingConfig(Section):
     """Responses that still run when the step has its groups. abort (with drop): those prompts come
     again. finish (with carry): they are waited for. continue (with carry): they stop, and go on in
     the next step where they were, with its weights; nothing is lost and engines never idle."""
-
-
-class CheckpointConfig(Section):
-    """What is kept, and when."""
-
-    every: int = Field(default=5, ge=0)
-    """Rollout steps between checkpoints. 0: only at the end."""
-    keep: PositiveInt = 2
-    """Newest checkpoints kept; an old one goes only after a new one is complete."""
-    export_hf: bool = True
-    """Write the Hugging Face folder at the end of the run."""
-
-
-class EvaluationConfig(Section):
-    """Accuracy on `data.heldout` inside the loop. Defaults are the paper's AIME protocol."""
-
-    every: int = Field(default=5, ge=0)
-    """Rollout steps between evaluations; also before the first and after the last. 0: never."""
-    samples_per_prompt: PositiveInt = 32
-    """Responses of each prompt, k of avg@k, maj@k and pass@k."""
-    temperature: float = Field(default=1.0, ge=0.0)
-    """0: greedy, one sample a prompt."""
-    top_p: float = Field(default=0.7, gt=0.0, le=1.0)
-    """Share of the probability mass that is sampled from."""
-    max_prompts: PositiveInt | None = None
-    """Only the first ones; default all."""
 
 
 class LoggingConfig(Section):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -18,10 +17,11 @@ from megatron_dapo.reward.grader_pool import GraderPool, needs_pool
 from megatron_dapo.rollout.dispatch import Dispatcher, gather_or_cancel
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
 from megatron_dapo.rollout.fleet import Device, EngineFleet
-from megatron_dapo.rollout.grading import Grade, ThreadedGrader
+from megatron_dapo.rollout.grading import ThreadedGrader
+from megatron_dapo.rollout.heldout import HeldoutSampling
 from megatron_dapo.rollout.inputs import RolloutInputs
 from megatron_dapo.rollout.probe import Probe, probe_engine
-from megatron_dapo.rollout.sampler import RolloutStep, SamplingPlan, generate_all
+from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.weight_update import Digests
@@ -50,15 +50,24 @@ class RolloutDriver:
         self._decode = inputs.tokenizer.decode
         self._stop_ids = inputs.stop_token_ids
         self._prompts = PromptStream(inputs.train, config.seed)
-        self._heldout = inputs.heldout
         self._graders = _grader_pool(config)
-        self._grade: Grade = partial(
+        grade = partial(
             grade_response,
             config=config.reward,
             max_response_tokens=config.rollout.max_response_tokens,
             pool=self._graders,
         )
-        self._grader = ThreadedGrader(self._grade, self._decode, self._grader_threads)
+        self._grader = ThreadedGrader(grade, self._decode, self._grader_threads)
+        self._heldout = HeldoutSampling(
+            sets=inputs.heldout,
+            decode=self._decode,
+            stop_token_ids=self._stop_ids,
+            max_response_tokens=config.rollout.max_response_tokens,
+            max_concurrent=config.rollout.max_concurrent_sequences,
+            seed=config.seed,
+            graders=self._graders,
+            grader_threads=self._grader_threads,
+        )
         self._probe_prompt = inputs.train.prompts[0].token_ids
         self._fleet = EngineFleet(config, device)
         self._dispatcher: Dispatcher | None = None
@@ -112,35 +121,11 @@ class RolloutDriver:
         self._fleet.sleep()
         return rollout
 
-    def sample_heldout(self, step: int, policy_version: int) -> list[Group]:
-        """`evaluation.samples_per_prompt` graded responses of each held-out prompt."""
-        evaluation = self._config.evaluation
-        plan = SamplingPlan(
-            temperature=evaluation.temperature,
-            top_p=evaluation.top_p,
-            max_tokens=self._config.rollout.max_response_tokens,
-            stop_token_ids=self._stop_ids,
-            group_size=1 if evaluation.temperature == 0 else evaluation.samples_per_prompt,
-            seed=self._config.seed,
-            step=step,
-            policy_version=policy_version,
-            purpose="evaluate",
+    def sample_heldout(self, step: int, policy_version: int) -> dict[str, list[Group]]:
+        """Graded responses of each held-out set by its name; {} without any."""
+        return self._fleet.run(
+            self._heldout.sample(self._fleet.engines, step=step, policy_version=policy_version)
         )
-        answers = self._fleet.run(
-            generate_all(
-                self._fleet.engines,
-                self._heldout,
-                self._decode,
-                plan,
-                max_concurrent=self._config.rollout.max_concurrent_sequences,
-            )
-        )
-        with ThreadPoolExecutor(self._grader_threads) as threads:
-            rewards = [
-                tuple(threads.map(partial(self._grade, prompt), responses))
-                for prompt, responses in zip(self._heldout, answers, strict=True)
-            ]
-        return list(map(Group, self._heldout, answers, rewards))
 
     def remove_when_orphaned(self, directory: Path) -> None:
         """Have `directory` (published weights) removed should this process be killed."""
