@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from copy import copy
 from typing import TypeVar
 
 import httpx
@@ -60,12 +61,14 @@ class EngineHttp:
     def __init__(self, endpoint: str, *, label: str, timeout_seconds: float) -> None:
         transport, base_url = open_transport(endpoint)
         self.label = label
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            base_url=base_url,
-            timeout=httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS),
-            trust_env=False,
-        )
+        self._seconds = timeout_seconds
+        self._client = httpx.AsyncClient(transport=transport, base_url=base_url, trust_env=False)
+
+    def within(self, seconds: float) -> EngineHttp:
+        """The same connection, but no answer is waited for longer than this."""
+        other = copy(self)
+        other._seconds = seconds
+        return other
 
     async def send(
         self, method: str, path: str, body: object = None, *, repeatable: bool = False
@@ -76,6 +79,7 @@ class EngineHttp:
             EngineUnavailable: the server cannot be reached, or the connection broke.
             EngineError: it answered with an error.
         """
+        timeout = httpx.Timeout(self._seconds, connect=CONNECT_SECONDS)
         retried: tuple[type[httpx.TransportError], ...] = (httpx.ConnectError,)
         if repeatable:
             retried = (httpx.NetworkError, httpx.RemoteProtocolError)
@@ -83,11 +87,16 @@ class EngineHttp:
             if attempt:
                 await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
             try:
-                answer = await self._client.request(method, path, json=body)
+                answer = await self._client.request(method, path, json=body, timeout=timeout)
             except retried as error:
                 failure: httpx.TransportError = error
                 logger.warning("%s %s: %r, attempt %d", self.label, path, error, attempt + 1)
                 continue
+            except httpx.ReadTimeout as error:
+                raise EngineUnavailable(
+                    f"{self.label} did not answer {method} {path} within {self._seconds:g} s: it "
+                    "hangs, or needs longer"
+                ) from error
             except httpx.TransportError as error:
                 raise EngineUnavailable(
                     f"{self.label} did not answer {method} {path}: {error!r}"

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Device = Literal["cpu", "cuda"]
 ResultT = TypeVar("ResultT")
+LATER_SECONDS = 30.0
+"""An engine that waits in vain for trainers says so itself before it is given up."""
 
 
 @dataclass(frozen=True)
@@ -224,15 +226,16 @@ class EngineFleet:
 
     async def _connect(self, index: int) -> VllmEngine:
         """A client that has brought no weights in yet."""
-        rollout = self._config.rollout
+        rollout, resharding = self._config.rollout, self._config.resharding
         server = self._servers[index] if self._servers else None
         endpoint = rollout.endpoints[index] if server is None else server.endpoint
         return VllmEngine(
             endpoint,
             label=f"rollout engine {index} ({endpoint})" if server is None else server.label,
             request_timeout_seconds=rollout.request_timeout_seconds,
+            update_timeout_seconds=resharding.timeout_seconds + LATER_SECONDS,
             sleep_mode=self._sleep_mode,
-            in_flight=self._config.resharding.in_flight,
+            in_flight=resharding.in_flight,
         )
 
     async def _retire(self, engine: VllmEngine, reason: str) -> None:

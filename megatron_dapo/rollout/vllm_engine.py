@@ -73,6 +73,8 @@ class VllmEngine:
         endpoint: unix:/path or http://127.0.0.1:port.
         label: what messages call it; default: the endpoint.
         request_timeout_seconds: longest wait for one answer.
+        update_timeout_seconds: longest wait for one step of an update, and for a probe. Where
+            running requests have to end first, that wait is as long as for them.
         sleep_mode: the server was started with --enable-sleep-mode; without it `sleep` and
             `wake_up` do nothing (CPU, or the engine has its own devices).
         in_flight: requests that run when an update comes finish on the old weights ("wait"), or
@@ -85,6 +87,7 @@ class VllmEngine:
         *,
         label: str = "",
         request_timeout_seconds: float = 3600.0,
+        update_timeout_seconds: float = 600.0,
         sleep_mode: bool = False,
         in_flight: InFlight = "wait",
     ) -> None:
@@ -93,6 +96,7 @@ class VllmEngine:
         self.sleep_mode = sleep_mode
         self.in_flight = in_flight
         self._http = EngineHttp(endpoint, label=self.label, timeout_seconds=request_timeout_seconds)
+        self._steps = self._http.within(update_timeout_seconds)
         self._init_info: Mapping[str, object] | None = None
         self._installed: list[str] = []
         """Stamps of the weights that this client brought in, the current one last."""
@@ -165,14 +169,15 @@ class VllmEngine:
         self._serving.clear()
         told = None if init_info == self._init_info else init_info
         with self._phase("loading"):
-            await load_weights(self._http, told, payload, self.in_flight)
+            pausing = self._http if self._running else self._steps
+            await load_weights(self._steps, told, payload, self.in_flight, pausing=pausing)
         self._init_info = dict(init_info)
 
     async def deliver(self, payload: Mapping[str, object]) -> None:
         """More of the weights, after `load` and before `verify`."""
         self._check_updating()
         with self._phase("loading"):
-            await deliver_weights(self._http, payload)
+            await deliver_weights(self._steps, payload)
 
     async def verify(self, expected: Sequence[Digests] | None) -> list[dict[str, JsonValue]]:
         """Second step: the engine finishes, and its digests must be the `expected` ones.
@@ -182,7 +187,7 @@ class VllmEngine:
         """
         self._check_updating()
         with self._phase("verifying"):
-            return await verify_weights(self._http, expected)
+            return await verify_weights(self._steps, expected)
 
     async def release(self, policy_version: int) -> None:
         """Third step: old caches go, the version is stamped, the engine has its cache and goes on.
@@ -192,12 +197,12 @@ class VllmEngine:
         """
         self._check_updating()
         with self._phase("releasing"):
-            await stamp_weights(self._http, policy_version, self.in_flight)
+            await stamp_weights(self._steps, policy_version, self.in_flight)
             # Installed before it goes on: answers may come before this returns.
             self._installed.append(str(policy_version))
             self._in_proof = policy_version
             await self.wake_up("kv_cache")  # with this a sleeping engine already goes on
-            await resume(self._http)
+            await resume(self._steps)
 
     def let_requests_in(self) -> None:
         """Last step, once the caller trusts the weights: requests and answers go on."""
@@ -251,7 +256,7 @@ class VllmEngine:
         """Take device memory again. "weights" before, "kv_cache" after the weight update, so that
         the cache is not there yet while the weights arrive."""
         if self.sleep_mode:
-            await self._http.send("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+            await self._steps.send("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
     async def close(self) -> None:
         await self._http.close()
@@ -295,9 +300,8 @@ class VllmEngine:
 
     async def _generate(self, request: GenerationRequest, interruptible: bool) -> _GenerateResponse:
         path, body = "/inference/v1/generate", _request_body(request)
-        task = asyncio.ensure_future(
-            self._http.ask(_GenerateResponse, "POST", path, body, repeatable=True)
-        )
+        http = self._http if interruptible else self._steps  # a probe is a step of an update
+        task = asyncio.ensure_future(http.ask(_GenerateResponse, "POST", path, body, repeatable=True))
         self._running.add(task)
         if interruptible:
             self._interruptible[task] = request.request_id

@@ -53,6 +53,8 @@ async def load_weights(
     init_info: Mapping[str, object] | None,
     payload: Mapping[str, object],
     in_flight: InFlight,
+    *,
+    pausing: EngineHttp,
 ) -> None:
     """Pause, and bring new values in. Returns once the engine has all of `payload`.
 
@@ -62,11 +64,12 @@ async def load_weights(
         init_info: where weights come from; None: as the engine was told before.
         payload: what is to be loaded, as its transport describes it.
         in_flight: running requests end before the update, or stand still until its end.
+        pausing: waits as long as running requests may take to end.
     """
     if init_info is not None:
         body = {"init_info": dict(init_info)}
         await http.send("POST", "/init_weight_transfer_engine", body)
-    await http.send("POST", f"/pause?mode={in_flight}&clear_cache=false")
+    await pausing.send("POST", f"/pause?mode={in_flight}&clear_cache=false")
     await http.send("POST", "/start_weight_update")
     if payload:
         await deliver_weights(http, payload)

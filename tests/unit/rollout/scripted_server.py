@@ -33,7 +33,8 @@ REQUEST = GenerationRequest(
 
 @dataclass
 class ScriptedServer:
-    """Answers by path; keeps what it was sent. A path in `drops` loses that many connections.
+    """Answers by path; keeps what it was sent. A path in `drops` loses that many connections, one
+    in `hangs` gets no answer.
 
     A request samples `tokens` one by one, each stamped with the version of its moment. Paused by
     mode "wait" the server finishes what runs and lets nothing start, by "keep" all stands still.
@@ -41,6 +42,7 @@ class ScriptedServer:
 
     socket: Path
     drops: dict[str, int] = field(default_factory=dict)
+    hangs: set[str] = field(default_factory=set)
     errors: dict[str, int] = field(default_factory=dict)
     received: list[tuple[str, object]] = field(default_factory=list)
     version: str = INITIAL
@@ -102,6 +104,8 @@ class ScriptedServer:
             if self.drops.get(path, 0) > 0:
                 self.drops[path] -= 1
                 return
+            if path in self.hangs:
+                await asyncio.sleep(60)
             status = self.errors.get(path, 200)
             text = json.dumps(await self._answer(path, body)).encode()
             writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(text)))
@@ -177,12 +181,18 @@ def talk(
     *,
     in_flight: InFlight = "wait",
     fresh: bool = False,
+    update_seconds: float = 5.0,
 ) -> ResultT:
     """`call` with a client that takes the weights of the server, unless `fresh`."""
 
     async def body() -> ResultT:
         await server.open()
-        engine = VllmEngine(f"unix:{server.socket}", request_timeout_seconds=5, in_flight=in_flight)
+        engine = VllmEngine(
+            f"unix:{server.socket}",
+            request_timeout_seconds=5,
+            update_timeout_seconds=update_seconds,
+            in_flight=in_flight,
+        )
         try:
             if not fresh:
                 await engine.adopt()

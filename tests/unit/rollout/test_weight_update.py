@@ -78,26 +78,59 @@ def test_kept_requests_lose_what_they_computed_from_old_weights(server: Scripted
 
 
 @pytest.mark.parametrize("step", dict.fromkeys(UPDATE_ORDER))
-@pytest.mark.parametrize("failure", ["refuses", "dies"])
+@pytest.mark.parametrize("failure", ["refuses", "dies", "hangs"])
 def test_an_engine_with_a_failed_update_is_not_used_again(
     server: ScriptedServer, step: str, failure: str
 ) -> None:
-    (server.errors if failure == "refuses" else server.drops)[step] = 500
-    expected = "answered 500" if failure == "refuses" else "did not answer|cannot be reached"
+    if failure == "hangs":
+        server.hangs.add(step)
+        expected, seconds = r"did not answer \w+ /.* within 1 s: it hangs", 1.0
+    elif failure == "refuses":
+        server.errors[step] = 500
+        expected, seconds = "answered 500", 5.0
+    else:
+        server.drops[step] = 500
+        expected, seconds = "did not answer|cannot be reached", 5.0
 
     async def use(engine: VllmEngine) -> None:
         with pytest.raises(EngineError, match=expected):
             await update(engine)
         server.errors.clear()
         server.drops.clear()
+        server.hangs.clear()
         for again in (engine.generate(REQUEST), update(engine)):
             with pytest.raises(EngineError, match="restart the engine"):
                 await again
 
-    talk(server, use, fresh=True)
+    talk(server, use, fresh=True, update_seconds=seconds)
     place = UPDATE_ORDER.index(step)
     assert [path for path in server.paths if path != step] == UPDATE_ORDER[:place]
     assert RESUME not in server.paths or step == RESUME
+
+
+def test_a_probe_that_hangs_ends_as_a_step_of_an_update_does(server: ScriptedServer) -> None:
+    async def use(engine: VllmEngine) -> None:
+        await engine.load(INFO, PAYLOAD)
+        await engine.verify(None)
+        await engine.release(4)
+        server.hangs.add(GENERATE)
+        with pytest.raises(EngineUnavailable, match="within 1 s: it hangs"):
+            await engine.probe(REQUEST)
+
+    talk(server, use, update_seconds=1.0)
+
+
+def test_requests_that_run_may_take_longer_than_a_step_of_an_update(server: ScriptedServer) -> None:
+    server.seconds_per_token = 0.1
+    server.tokens, server.logprobs = [5] * 30, [-0.5] * 30
+
+    async def use(engine: VllmEngine) -> list[GenerationResult]:
+        await update(engine, 4)
+        return await overlapping(server, engine, lambda: update(engine, 5))
+
+    *early, late = talk(server, use, fresh=True, update_seconds=1.0)
+    assert {result.policy_version for result in early} == {4}
+    assert late.policy_version == 5
 
 
 def test_a_step_of_an_update_is_never_sent_twice(server: ScriptedServer) -> None:
