@@ -301,7 +301,9 @@ class VllmEngine:
     async def _generate(self, request: GenerationRequest, interruptible: bool) -> _GenerateResponse:
         path, body = "/inference/v1/generate", _request_body(request)
         http = self._http if interruptible else self._steps  # a probe is a step of an update
-        task = asyncio.ensure_future(http.ask(_GenerateResponse, "POST", path, body, repeatable=True))
+        task = asyncio.ensure_future(
+            http.ask(_GenerateResponse, "POST", path, body, repeatable=True)
+        )
         self._running.add(task)
         if interruptible:
             self._interruptible[task] = request.request_id
