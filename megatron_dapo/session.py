@@ -7,17 +7,19 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from threading import Event
 from typing import Literal
 
+import torch.distributed as dist
 from transformers import AutoConfig
 
 from megatron_dapo import device
 from megatron_dapo.checkpoint.commit import CHECKPOINTS, MANIFEST_FILE, newest_complete, step_of
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.observability.sinks import Sinks
+from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.launch_env import LaunchEnv, init_process_group, read_launch_env
+from megatron_dapo.parallel.stop import StopRequest
 from megatron_dapo.policy.critic import Critic
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.policy.trained_model import SkippedUpdates
@@ -29,15 +31,14 @@ from megatron_dapo.trainer import HF_FOLDER, Trainer
 logger = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, save_and_stop: Event) -> bool:
+def train(config: RunConfig, stop: StopRequest) -> bool:
     """Run the rank that the environment names; False when it saved and stopped before the end."""
     if is_complete(config):
         steps = config.training.steps
         logger.warning("%s is already complete: %d steps are done", config.run_dir, steps)
         return True
     environment = read_launch_env(os.environ)
-    with open_trainer(config, environment) as trainer:
-        trainer.save_and_stop = save_and_stop
+    with open_trainer(config, environment, stop) as trainer:
         return trainer.run()
 
 
@@ -54,11 +55,17 @@ def is_complete(config: RunConfig) -> bool:
 
 
 @contextmanager
-def open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer]:
+def open_trainer(
+    config: RunConfig, environment: LaunchEnv, stop: StopRequest | None = None
+) -> Iterator[Trainer]:
     """Everything that a rank owns, in order of need; released in reverse, whatever happens.
 
     Engines start first, on global rank 0: they load while Megatron does.
+
+    Args:
+        stop: hears this process's signals; default: nothing asks the trainer to stop.
     """
+    stop = stop or StopRequest()
     where = device.select(config.device, local_rank=environment.local_rank)
     kind: Literal["cpu", "cuda"] = "cuda" if where.type == "cuda" else "cpu"
     hf_config = AutoConfig.from_pretrained(
@@ -72,7 +79,16 @@ def open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer]
             rollouts.start()
             sinks = Sinks.open(config)
             stack.callback(sinks.close)
+        watchdog = Watchdog(
+            config.run_dir / "logs",
+            environment.rank,
+            environment.world_size,
+            config.parallel.stall_seconds,
+        )
+        stack.callback(watchdog.close)
         parallel = join_ranks(config, environment)
+        watchdog.start(None if rollouts is None else lambda: rollouts.responses)
+        stop.share(dist.distributed_c10d._get_default_store(), environment.world_size)
         stack.callback(parallel.destroy)
         policy = Policy.build(config, hf_config, parallel)
         try:
@@ -107,6 +123,8 @@ def open_trainer(config: RunConfig, environment: LaunchEnv) -> Iterator[Trainer]
             rollouts=rollouts,
             sinks=sinks,
             skipped=SkippedUpdates(config.training.stop_after_skipped),
+            stop=stop,
+            watchdog=watchdog,
         )
 
 

@@ -1,8 +1,8 @@
 """Entry point of one trainer rank: `python -m megatron_dapo.train --config FILE`.
 
 Started by `megatron-dapo train` on one machine, or by srun or torchrun, one task per device.
-SIGUSR1 on any rank: all finish the running step, save, and exit with 75. SIGTERM: exit at once,
-with 143, leaving no process, socket or shared memory.
+SIGTERM or SIGUSR1 on any rank: all stop generating, finish updates that have begun, save, and exit
+with 75. SIGINT: exit at once, with 130, leaving no process, socket or shared memory.
 This module stays light and guarded: saving a checkpoint starts helper processes that import
 it again.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import threading
 from pathlib import Path
 from types import FrameType
 
@@ -25,12 +24,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="resolved configuration file")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args(arguments)
-    save_and_stop = threading.Event()
-    signal.signal(signal.SIGTERM, _unwind)
-    signal.signal(signal.SIGUSR1, lambda _number, _frame: save_and_stop.set())
+    signal.signal(signal.SIGINT, _unwind)
     quiet_logs()
 
     # Imported here: a checkpoint's helper process imports this module and needs none of it.
+    from megatron_dapo.parallel.stop import StopRequest
+
+    stop = StopRequest()
+    stop.listen()
     from megatron_dapo.config import ConfigError, check_run, load_config
     from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 
@@ -39,11 +40,11 @@ def main(arguments: list[str] | None = None) -> int:
         check_run(config)
         from megatron_dapo.session import train
 
-        finished = train(config, save_and_stop)
+        finished = train(config, stop)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a second one must not change the exit code
+    stop.close()
     return EXIT_DONE if finished else EXIT_PREEMPTED
 
 

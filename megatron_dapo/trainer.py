@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from threading import Event
 
 import torch
 import torch.distributed as dist
+from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -39,8 +40,10 @@ from megatron_dapo.evaluation.set_report import report_set, reports_json
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.timing import PhaseTimer
+from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.parallel.stop import SignalsHeld, StopRequest, on_any_rank
 from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.policy.trained_model import SkippedUpdates, TrainedModel
@@ -48,12 +51,15 @@ from megatron_dapo.resharding.open_bridge import WeightBridge
 from megatron_dapo.resharding.sync_metrics import sync_metrics
 from megatron_dapo.resharding.transfer import export_stream
 from megatron_dapo.rollout.driver import RolloutDriver
+from megatron_dapo.rollout.event_loop import Interrupted
 from megatron_dapo.rollout.probe import Probe, check_probes, probe_batch
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.types import MicroBatch, RolloutBatch
 
 logger = logging.getLogger(__name__)
 HF_FOLDER = "hf"
+OWED = "owed"
+"""In a checkpoint: its weights have not gone to the engines, or were not evaluated."""
 
 
 @dataclass
@@ -70,10 +76,14 @@ class Trainer:
     rollouts: RolloutDriver | None
     sinks: Sinks | None
     skipped: SkippedUpdates
+    watchdog: Watchdog
     policy_version: int = 0
     """Rollout steps that the weights have been trained for; stamped on every response."""
-    save_and_stop: Event = field(default_factory=Event)
-    """Set on any rank: all save after the running step and stop."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Made on any rank: all save what is trained, and stop."""
+    owed: bool = False
+    """A stop cut the last step short after its updates: `_start` makes up for it."""
+    saved_step: int = 0
 
     def run(self) -> bool:
         """Train from where the run directory stands to `training.steps`, then export.
@@ -82,29 +92,58 @@ class Trainer:
             False when asked to save and stop before the last step; the run goes on from there.
         """
         first = self.resume() + 1
-        if first > self.config.training.steps:  # stopped after its last checkpoint
-            self.finish()
+        if first > self.config.training.steps and not self.owed:
+            self.finish()  # stopped after its last checkpoint
             return True
-        self.sync_weights()
-        heldout = self.evaluate(0) if first == 1 else {}
-        if heldout and self.sinks is not None:
-            self.sinks.log(0, heldout)
+        self._start(first - 1)
         for step in range(first, self.config.training.steps + 1):
-            self.step(step)
-            stop = self._stop_agreed()
+            before = self._rollout_state()
+            if not self.step(step):
+                return self._leave(step - 1, before)
+            stop = self.stop.agreed(self.parallel.control_group)
             if stop or self._due(step, self.config.checkpoint.every):
                 self.save(step)
-            if stop and step < self.config.training.steps:
-                logger.warning("asked to stop: step %d is saved", step)
-                return False
+            if stop and (step < self.config.training.steps or self.owed):
+                return self._leave(step)
         self.finish()
         return True
 
-    def step(self, step: int) -> None:
-        """One rollout step: prompts in, new weights in the engines out."""
-        timer, bag = PhaseTimer(), MetricBag()
+    def _start(self, done: int) -> None:
+        """Weights into the engines, and what is due of step `done` before the next one."""
+        self.watchdog.enter(done, "weight_sync")
+        synced = self.sync_weights()
+        if done == 0:
+            metrics = self.evaluate(0)
+        elif self.owed:
+            due = self._due(done, self.config.evaluation.every)
+            metrics = synced | (self.evaluate(done) if due else {})
+        else:
+            metrics = {}
+        self.owed = False
+        if metrics and self.sinks is not None:
+            self.sinks.log(done, metrics)
+        self.stop.started(None if self.rollouts is None else self.rollouts.interrupt)
+
+    def _leave(self, step: int, state: Mapping[str, JsonValue] | None = None) -> bool:
+        """Stop after `step`, saved with the rollouts' `state` of then; False for `run`."""
+        if step > self.saved_step:
+            self.save(step, state)
+        logger.warning(
+            "stopped: %s", f"step {step} is saved" if step else "nothing was trained yet"
+        )
+        return False
+
+    def step(self, step: int) -> bool:
+        """One rollout step: prompts in, new weights in the engines out.
+
+        Returns:
+            False when asked to stop before the first update: nothing of the step counts.
+        """
+        timer, bag = PhaseTimer(notify=partial(self.watchdog.enter, step)), MetricBag()
         with timer.phase("gen"):
-            rollout = self.rollouts.collect(step, self.policy_version) if self.rollouts else None
+            rollout = self._collect(step)
+            if self.stop.agreed(self.parallel.control_group):
+                return False
         with timer.phase("adv"):
             batch = self._share(rollout)
             updates = self._pack(batch)
@@ -115,16 +154,32 @@ class Trainer:
                 updates = [self.critic.values(update) for update in updates]
             with timer.phase("adv"):
                 updates = self.critic.advantages(updates)
+        if self.stop.agreed(self.parallel.control_group):
+            return False
+        if self.critic is not None:
             with timer.phase("update_critic"):
                 self._train(self.critic, updates, step, bag)
         with timer.phase("update_actor"):
             self._train(self.policy, updates, step, bag)
         with timer.phase("weight_sync"):
             self.policy_version = step
-            synced = self.sync_weights()
+            self.owed = self.stop.agreed(self.parallel.control_group)
+            synced = {} if self.owed else self.sync_weights()
         with timer.phase("testing"):
-            heldout = self.evaluate(step) if self._due(step, self.config.evaluation.every) else {}
+            due = not self.owed and self._due(step, self.config.evaluation.every)
+            heldout = self.evaluate(step) if due else {}
+            self.owed = on_any_rank(self.owed, self.parallel.control_group)
         self._log(step, bag, rollout, synced | heldout, timer)
+        return True
+
+    def _collect(self, step: int) -> RolloutStep | None:
+        """The step's groups, on global rank 0; None there when a stop interrupts it."""
+        if self.rollouts is None:
+            return None
+        try:
+            return self.rollouts.collect(step, self.policy_version)
+        except Interrupted:
+            return None
 
     def _share(self, rollout: RolloutStep | None) -> RolloutBatch:
         """The batch that global rank 0 makes of its groups, on every rank."""
@@ -165,6 +220,7 @@ class Trainer:
         )
 
     def _with_old_logprobs(self, update: Sequence[MicroBatch], bag: MetricBag) -> list[MicroBatch]:
+        self.watchdog.mark()
         scored, metrics = self.policy.logprobs(update)
         bag.update(metrics.metrics)
         return scored
@@ -174,6 +230,7 @@ class Trainer:
     ) -> None:
         model.start_step(step)
         for update in [*updates] * self.config.training.epochs:
+            self.watchdog.mark()
             result = model.update(update)
             bag.update(result.metrics.metrics)
             self.skipped.note(model.name, result)
@@ -215,26 +272,39 @@ class Trainer:
         """Accuracy on the held-out prompts, on global rank 0; {} elsewhere (they wait later)."""
         if self.rollouts is None or self.config.evaluation.every == 0:
             return {}
-        groups = self.rollouts.sample_heldout(step, self.policy_version)
+        try:
+            groups = self.rollouts.sample_heldout(step, self.policy_version)
+        except Interrupted:
+            self.owed = True
+            return {}
         reports = {name: report_set(found) for name, found in groups.items()}
         if self.sinks is not None:
             samples = self.config.evaluation.save_samples
             self.sinks.log_evaluation(step, groups, reports_json(reports), samples=samples)
         return evaluation_metrics(reports)
 
-    def save(self, step: int) -> None:
-        """A checkpoint of everything that going on from `step` needs. Collective."""
-        state = {} if self.rollouts is None else self.rollouts.state_dict()
-        save_checkpoint(
-            self.config.run_dir / CHECKPOINTS,
-            step,
-            chunks=self.policy.chunks,
-            optimizer=self.policy.optimizer,
-            parallel=self.parallel,
-            state=state,
-            keep=self.config.checkpoint.keep,
-            critic=self.critic,
-        )
+    def _rollout_state(self) -> Mapping[str, JsonValue]:
+        return {} if self.rollouts is None else self.rollouts.state_dict()
+
+    def save(self, step: int, state: Mapping[str, JsonValue] | None = None) -> None:
+        """A checkpoint of everything that going on from `step` needs. Collective.
+
+        Args:
+            state: of the rollouts after `step`; default: as they are.
+        """
+        self.watchdog.enter(step, "saving")
+        with SignalsHeld():
+            save_checkpoint(
+                self.config.run_dir / CHECKPOINTS,
+                step,
+                chunks=self.policy.chunks,
+                optimizer=self.policy.optimizer,
+                parallel=self.parallel,
+                state={**(state or self._rollout_state()), OWED: self.owed},
+                keep=self.config.checkpoint.keep,
+                critic=self.critic,
+            )
+        self.saved_step = step
 
     def resume(self) -> int:
         """Load the newest complete checkpoint and return its step; 0 without one. Collective.
@@ -258,7 +328,8 @@ class Trainer:
                 self.critic.start_from(self.policy.chunks)
         elif self.rollouts is not None:
             self.rollouts.load_state_dict(restored.state)
-        self.policy_version = restored.step
+        self.owed = bool(restored.state.get(OWED, False))
+        self.policy_version = self.saved_step = restored.step
         logger.info("start from %s", checkpoint)
         return restored.step
 
@@ -272,6 +343,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Write the Hugging Face folder and the report. Collective."""
+        self.watchdog.enter(self.config.training.steps, "export")
         if self.config.checkpoint.export_hf:
             stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
             write_hf_folder(
@@ -285,12 +357,6 @@ class Trainer:
             )
         if self.sinks is not None:
             self.sinks.finish()
-
-    def _stop_agreed(self) -> bool:
-        """True on every rank once one was asked to stop. Communicates one integer."""
-        asked = torch.tensor(int(self.save_and_stop.is_set()))
-        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.parallel.control_group)
-        return bool(asked)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.config.training.steps or (every > 0 and step % every == 0)

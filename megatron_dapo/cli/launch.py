@@ -27,9 +27,9 @@ from megatron_dapo.parallel.launch_env import RENDEZVOUS_VARIABLE
 from megatron_dapo.rollout.inputs import RolloutInputs
 
 PR_SET_PDEATHSIG = 1
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SAVE_SIGNAL = signal.SIGUSR1
-"""Passed on: the ranks save after the running step and exit with 75."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""Passed on: the ranks save what is trained and exit with 75."""
 GRACE_SECONDS = 20.0
 POLL_SECONDS = 0.1
 SETTLE_SECONDS = 5.0
@@ -76,9 +76,9 @@ def _sole_run(run_dir: Path, logs: Path) -> Iterator[None]:
 def launch_ranks(command: Sequence[str], world_size: int, logs: Path) -> int:
     """Run `python COMMAND` once for each rank; the exit code of the first that failed, or 0.
 
-    Rank 0 writes to this console, the others to `logs`. SIGINT, SIGTERM and a closed terminal end
-    all ranks, with time to clean up, and are answered with 128 + signal. SIGUSR1 is passed on.
-    Should this process be killed, the kernel ends the ranks.
+    Rank 0 writes to this console, the others to `logs`. SIGINT and a closed terminal end all ranks,
+    with time to clean up, and are answered with 128 + signal. SIGTERM and SIGUSR1 are passed on:
+    the ranks save and say 75. Should this process be killed, the kernel ends the ranks.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -101,7 +101,7 @@ def _signals_stop() -> Iterator[list[int]]:
     def note(number: int, _frame: FrameType | None) -> None:
         received.append(number)
 
-    signals = (*STOP_SIGNALS, SAVE_SIGNAL)
+    signals = (*STOP_SIGNALS, *SAVE_SIGNALS)
     heard = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, note) for number in heard}
     try:
@@ -155,11 +155,11 @@ _C_LIBRARY = ctypes.CDLL(None)
 def _die_with(launcher: int) -> None:
     """Between fork and exec of a rank: SIGKILL when the launcher ends without stopping it.
 
-    Until the rank listens to SIGUSR1 it ignores it. What a killed rank 0 leaves (engines, sockets,
-    shared memory) its engines' guardians remove.
+    Until the rank listens to the signals that ask to save, they wait. What a killed rank 0 leaves
+    (engines, sockets, shared memory) its engines' guardians remove.
     """
     _C_LIBRARY.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(SAVE_SIGNAL, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, SAVE_SIGNALS)
     if os.getppid() != launcher:
         os._exit(1)
 
@@ -173,19 +173,25 @@ def _watch(ranks: list[subprocess.Popen[bytes]], logs: Path, stopped: list[int])
     while True:
         while stopped:
             number = stopped.pop(0)
-            if number != SAVE_SIGNAL:
+            if number not in SAVE_SIGNALS:
                 _stop(ranks)
                 return 128 + number
-            for process in ranks:
-                process.send_signal(number)
+            _ask_to_save(ranks)
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
+            if EXIT_PREEMPTED in codes:  # before the ranks met, one cannot tell the others
+                _ask_to_save(ranks)
             codes = _settled(ranks, stopped)
             return _report_failure(_first_cause(codes), codes, logs)
         if all(code == 0 for code in codes):
             return 0
         time.sleep(POLL_SECONDS)
+
+
+def _ask_to_save(ranks: list[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        process.send_signal(signal.SIGUSR1)
 
 
 def _settled(ranks: list[subprocess.Popen[bytes]], stopped: list[int]) -> list[int | None]:
@@ -232,10 +238,10 @@ def _report_failure(rank: int, codes: list[int | None], logs: Path) -> int:
 
 
 def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End what still runs: SIGTERM, then after the grace time SIGKILL, whole sessions."""
+    """End what still runs: SIGINT, then after the grace time SIGKILL, whole sessions."""
     running = [process for process in ranks if process.poll() is None]
     for process in running:
-        process.terminate()
+        process.send_signal(signal.SIGINT)
     deadline = time.monotonic() + GRACE_SECONDS
     for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -54,6 +54,9 @@ class ParallelConfig(Section):
     """Machines. More than one: started by srun or torchrun, one task per device."""
     timeout_seconds: PositiveInt = 600
     """Longest wait inside one training collective. Waiting for rollouts has its own limit."""
+    stall_seconds: int = Field(default=1800, ge=0)
+    """Once no rank has begun an update or a phase, nor received a response, for so long, all write
+    their stacks into run_dir/logs/stacks and the run ends. 0: off."""
 
     @property
     def world_size(self) -> int:

@@ -10,12 +10,21 @@ from contextlib import contextmanager
 class PhaseTimer:
     """Clock of one step on this rank, started when it is built.
 
+    Args:
+        clock: in seconds.
+        notify: called with the name of each phase that begins.
+
     Device work counts where the host waits for it: a phase that ends without a
     synchronisation passes its unfinished work on to the next.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        notify: Callable[[str], None] = lambda _phase: None,
+    ) -> None:
         self._clock = clock
+        self._notify = notify
         self._started = clock()
         self._seconds: dict[str, float] = {}
         self._running: str | None = None
@@ -25,6 +34,7 @@ class PhaseTimer:
         """Add the seconds spent inside to `name`. Phases do not nest: each second counts once."""
         assert self._running is None, f"phase {name!r} starts inside phase {self._running!r}"
         self._running = name
+        self._notify(name)
         started = self._clock()
         try:
             yield

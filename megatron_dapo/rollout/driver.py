@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -47,7 +47,7 @@ class RolloutDriver:
     def __init__(self, config: RunConfig, *, device: Device) -> None:
         self._config = config
         inputs = RolloutInputs.read(config)
-        self._decode = inputs.tokenizer.decode
+        self._decode = Counted(inputs.tokenizer.decode)
         self._stop_ids = inputs.stop_token_ids
         self._prompts = PromptStream(inputs.train, config.seed)
         self._graders = _grader_pool(config)
@@ -110,9 +110,10 @@ class RolloutDriver:
         Raises:
             EnginesLost: no engine is left. What is finished is kept, and another call for the
                 same step goes on with it.
+            Interrupted: `interrupt` was called. What was sampled is not handed out.
         """
         self._renew_dispatcher()
-        rollout = self._fleet.run(self._scheduler.collect(step, policy_version))
+        rollout = self._fleet.run_interruptible(self._scheduler.collect(step, policy_version))
         if self._graders is not None:
             rollout.metrics.update(self._graders.take_counts())
         # Beside the sampling: no phase of the step.
@@ -122,10 +123,18 @@ class RolloutDriver:
         return rollout
 
     def sample_heldout(self, step: int, policy_version: int) -> dict[str, list[Group]]:
-        """Graded responses of each held-out set by its name; {} without any."""
-        return self._fleet.run(
+        """Graded responses of each held-out set by its name; {} without any.
+
+        Raises:
+            Interrupted: `interrupt` was called.
+        """
+        return self._fleet.run_interruptible(
             self._heldout.sample(self._fleet.engines, step=step, policy_version=policy_version)
         )
+
+    def interrupt(self) -> None:
+        """End `collect` and `sample_heldout` early, now and later. From any thread."""
+        self._fleet.interrupt()
 
     def remove_when_orphaned(self, directory: Path) -> None:
         """Have `directory` (published weights) removed should this process be killed."""
@@ -207,6 +216,11 @@ class RolloutDriver:
         self._fleet.let_requests_in()
 
     @property
+    def responses(self) -> int:
+        """Received so far, for training and evaluation. From any thread."""
+        return self._decode.calls
+
+    @property
     def update_reports(self) -> Mapping[int, list[dict[str, JsonValue]]]:
         """Of the last update, by engine: what each worker says of it; [] without digests."""
         return self._fleet.reports
@@ -277,6 +291,18 @@ class RolloutDriver:
             for number, engine in engines.items()
         ]
         return tuple(await gather_or_cancel(work))
+
+
+class Counted:
+    """`decode`, and how often it was called."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self.calls = 0
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        self.calls += 1
+        return self._decode(token_ids)
 
 
 def _grader_pool(config: RunConfig) -> GraderPool | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from typing import TypeVar
 
 ResultT = TypeVar("ResultT")
+
+
+class Interrupted(Exception):
+    """`EventLoopThread.interrupt` ended the work before its result."""
 
 
 class EventLoopThread:
@@ -18,6 +22,8 @@ class EventLoopThread:
         self._loop: asyncio.AbstractEventLoop
         self._stop: asyncio.Event
         self._ready = threading.Event()
+        self._interrupted = threading.Event()
+        self._cancel: Callable[[], bool] | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -38,6 +44,33 @@ class EventLoopThread:
             return future.result()
         finally:
             future.cancel()
+
+    def run_interruptible(self, work: Coroutine[object, object, ResultT]) -> ResultT:
+        """As `run`, one at a time.
+
+        Raises:
+            Interrupted: `interrupt` was called, before or meanwhile.
+        """
+        future = self.submit(work)
+        self._cancel = future.cancel
+        try:
+            if self._interrupted.is_set():
+                future.cancel()
+            return future.result()
+        except CancelledError:
+            if self._interrupted.is_set():
+                raise Interrupted from None
+            raise
+        finally:
+            self._cancel = None
+            future.cancel()
+
+    def interrupt(self) -> None:
+        """End what `run_interruptible` runs, now and later. From any thread."""
+        self._interrupted.set()
+        cancel = self._cancel
+        if cancel is not None:
+            cancel()
 
     def close(self) -> None:
         """Cancel what still runs and end the thread; closing again does nothing."""

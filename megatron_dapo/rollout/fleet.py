@@ -72,6 +72,14 @@ class EngineFleet:
         """Result of `work` on the engines' event loop."""
         return self._loop.run(work)
 
+    def run_interruptible(self, work: Coroutine[object, object, ResultT]) -> ResultT:
+        """As `run`; raises `Interrupted` once `interrupt` was called."""
+        return self._loop.run_interruptible(work)
+
+    def interrupt(self) -> None:
+        """End `run_interruptible`, now and later. From any thread."""
+        self._loop.interrupt()
+
     def start(self) -> None:
         """Start our engines. Returns at once, except where they must first give up the device."""
         for server in self._servers:

@@ -41,6 +41,7 @@ def _prctl(option: int, value: int) -> None:
 def _enter_server() -> None:
     """Between fork and exec of the server: a normal signal mask, and no life after the guardian."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    signal.signal(PARENT_DIED, signal.SIG_IGN)  # SLURM sends it to every process of a step
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 
 import pytest
 import torch.distributed as dist
+from pydantic import JsonValue
 
 from megatron_dapo.checkpoint.commit import CHECKPOINTS, commit, unfinished_folder
 from megatron_dapo.config import RunConfig
+from megatron_dapo.observability.watchdog import Watchdog
+from megatron_dapo.parallel.stop import StopRequest
 from megatron_dapo.session import is_complete
 from megatron_dapo.trainer import HF_FOLDER, Trainer
 from tests.unit.config.runs import make_config
@@ -67,9 +70,14 @@ class Diary(Trainer):
 
     start: int = 0
     stop_at: int | None = None
+    interrupted_at: int | None = None
+    evaluation_due_at: int | None = None
+    owes: bool = False
     notes: list[str] = field(default_factory=list)
 
     def resume(self) -> int:
+        self.owed = self.owes
+        self.saved_step = self.start
         return self.start
 
     def sync_weights(self) -> dict[str, float]:
@@ -80,13 +88,19 @@ class Diary(Trainer):
         self.notes.append(f"evaluate {step}")
         return {}
 
-    def step(self, step: int) -> None:
+    def step(self, step: int) -> bool:
+        if step == self.interrupted_at:
+            self.stop.set()
+            return False
         self.notes.append(f"step {step}")
         if step == self.stop_at:
-            self.save_and_stop.set()
+            self.stop.set()
+            self.owed = step == self.evaluation_due_at
+        return True
 
-    def save(self, step: int) -> None:
-        self.notes.append(f"save {step}")
+    def save(self, step: int, state: Mapping[str, JsonValue] | None = None) -> None:
+        self.notes.append(f"save {step}" + (" as before" if state is not None else ""))
+        self.saved_step = step
 
     def finish(self) -> None:
         self.notes.append("finish")
@@ -106,17 +120,23 @@ def alone() -> Iterator[Alone]:
     dist.destroy_process_group()
 
 
-def diary(alone: Alone, *, every: int, start: int = 0, stop_at: int | None = None) -> Diary:
-    config = make_config(training={"steps": STEPS}, checkpoint={"every": every})
+def diary(
+    alone: Alone, *, every: int, start: int = 0, stop_at: int | None = None, **more: int | bool
+) -> Diary:
+    config = make_config(
+        training={"steps": STEPS}, checkpoint={"every": every}, evaluation={"every": 2}
+    )
     rest = dict.fromkeys(
         ("hf_config", "policy", "critic", "bridge", "rollouts", "sinks", "skipped")
     )
     return Diary(
         config=config,
+        watchdog=Watchdog(Path(tempfile.mkdtemp()), 0, 1, 0),
         parallel=alone,  # type: ignore[arg-type]
-        save_and_stop=Event(),
+        stop=StopRequest(),
         start=start,
         stop_at=stop_at,
+        **more,  # type: ignore[arg-type]
         **rest,  # type: ignore[arg-type]
     )
 
@@ -158,6 +178,42 @@ def test_a_run_asked_to_stop_in_its_last_step_finishes(alone: Alone) -> None:
     trainer = diary(alone, every=0, stop_at=STEPS)
     assert trainer.run()
     assert trainer.notes[-2:] == [f"save {STEPS}", "finish"]
+
+
+def test_a_step_that_is_interrupted_before_its_updates_saves_the_one_before(alone: Alone) -> None:
+    trainer = diary(alone, every=0, interrupted_at=3)
+    assert not trainer.run()
+    assert trainer.notes[-2:] == ["step 2", "save 2 as before"]
+
+
+def test_a_step_that_is_saved_already_is_not_saved_again(alone: Alone) -> None:
+    trainer = diary(alone, every=2, interrupted_at=3)
+    assert not trainer.run()
+    assert trainer.notes[-2:] == ["step 2", "save 2"]
+
+
+def test_a_run_that_is_interrupted_before_any_update_saves_nothing(alone: Alone) -> None:
+    trainer = diary(alone, every=1, interrupted_at=1)
+    assert not trainer.run()
+    assert trainer.notes == ["sync", "evaluate 0"]
+
+
+def test_an_evaluation_that_a_stop_cut_short_is_made_up_for(alone: Alone) -> None:
+    trainer = diary(alone, every=0, stop_at=2, evaluation_due_at=2)
+    assert not trainer.run()
+    again = diary(alone, every=0, start=2, owes=True)
+    assert again.run()
+    assert again.notes[:3] == ["sync", "evaluate 2", "step 3"]
+    assert not again.owed
+
+
+def test_the_last_step_is_evaluated_before_the_run_is_finished(alone: Alone) -> None:
+    trainer = diary(alone, every=0, stop_at=STEPS, evaluation_due_at=STEPS)
+    assert not trainer.run()
+    assert trainer.notes[-1] == f"save {STEPS}"
+    again = diary(alone, every=0, start=STEPS, owes=True)
+    assert again.run()
+    assert again.notes == ["sync", f"evaluate {STEPS}", "finish"]
 
 
 @dataclass
@@ -212,6 +268,7 @@ class Probing(Trainer):
 def probing(parts: Parts, *, differs: bool) -> Probing:
     rest = dict.fromkeys(("hf_config", "parallel", "policy", "critic", "sinks", "skipped"))
     return Probing(
+        watchdog=Watchdog(Path(tempfile.mkdtemp()), 0, 1, 0),
         config=make_config(rollout={"engines": 2}),
         bridge=parts,  # type: ignore[arg-type]
         rollouts=parts,  # type: ignore[arg-type]

@@ -83,11 +83,11 @@ def test_the_last_lines_of_a_failed_rank_come_to_the_console(
     assert answer[1:] == [f"line {number}" for number in range(5, lines + 5)]
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(
+def test_a_rank_that_does_not_end_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
-    stubborn = "import signal, subprocess; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    stubborn = "import signal, subprocess; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid"
     tell = f"open('{tmp_path}/child', 'w').write(str({child})); "
     wait = f"\nwhile not os.path.exists('{tmp_path}/child'): time.sleep(0.01)\n"
@@ -161,7 +161,7 @@ from pathlib import Path
 def leave(number, frame):
     Path("{folder}", f"cleaned{{os.environ['RANK']}}").touch()
     sys.exit(1)
-signal.signal(signal.SIGTERM, leave)
+signal.signal(signal.SIGINT, leave)
 Path("{folder}", f"pid{{os.environ['RANK']}}").write_text(str(os.getpid()))
 time.sleep(600)
 """
@@ -207,9 +207,7 @@ def not_running(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_lets_all_ranks_clean_up(
     launcher: Callable[..., subprocess.Popen[str]],
     tmp_path: Path,
@@ -231,21 +229,36 @@ def test_a_signal_to_the_terminal_reaches_the_launcher_alone(
     assert len(sessions | {os.getsid(process.pid)}) == 3
 
 
-def test_the_save_signal_is_passed_on_and_all_ranks_say_75(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+LISTEN = (
+    "import signal, threading; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+    "signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1]); "
+)
+
+
+@pytest.mark.parametrize("number", ["SIGUSR1", "SIGTERM"])
+def test_a_signal_to_save_is_passed_on_and_all_ranks_say_75(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: str
 ) -> None:
-    ask = "threading.Timer(2.0, os.kill, (os.getppid(), signal.SIGUSR1)).start(); "
-    script = (
-        "import signal, threading; "
-        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
-        f"rank == 0 and [{ask[:-2]}]; time.sleep(60)"
-    )
+    ask = f"threading.Timer(2.0, os.kill, (os.getppid(), signal.{number})).start(); "
+    script = f"{LISTEN}rank == 0 and [{ask[:-2]}]; time.sleep(60)"
     assert run(script, 2, tmp_path) == 75
     assert "saved and stopped" in capfd.readouterr().err
 
 
-def test_a_rank_that_does_not_listen_yet_survives_the_save_signal(tmp_path: Path) -> None:
-    assert run("import signal; os.kill(os.getpid(), signal.SIGUSR1)", 1, tmp_path) == 0
+@pytest.mark.parametrize("number", ["SIGUSR1", "SIGTERM"])
+def test_a_rank_that_does_not_listen_yet_survives_a_signal_to_save(
+    tmp_path: Path, number: str
+) -> None:
+    assert run(f"import signal; os.kill(os.getpid(), signal.{number})", 1, tmp_path) == 0
+
+
+def test_a_rank_hears_a_signal_that_came_before_it_listened(tmp_path: Path) -> None:
+    script = f"import signal; os.kill(os.getpid(), signal.SIGUSR1); {LISTEN} time.sleep(60)"
+    assert run(script, 1, tmp_path) == 75
+
+
+def test_one_rank_that_leaves_before_all_have_met_takes_the_others_along(tmp_path: Path) -> None:
+    assert run(f"{LISTEN} rank == 1 and sys.exit(75); time.sleep(60)", 2, tmp_path) == 75
 
 
 def test_nohup_keeps_a_run_alive_when_the_terminal_closes(
@@ -255,8 +268,8 @@ def test_nohup_keeps_a_run_alive_when_the_terminal_closes(
     process.send_signal(signal.SIGHUP)
     time.sleep(1.0)
     assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_SECONDS) == 143
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_SECONDS) == 130
 
 
 def test_killing_the_launcher_kills_its_ranks(
