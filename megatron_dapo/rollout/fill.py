@@ -42,6 +42,8 @@ class Fill:
     prefix: int = 0
     """Length of the prefix so far."""
     prefix_usable: int = 0
+    prefix_wants: int = 0
+    """Most drafts that any prefix so far let expect to be needed."""
 
     def note(self, draft: Draft) -> None:
         """One more draft is complete."""
@@ -53,6 +55,10 @@ class Fill:
                 break
             self.prefix += 1
             self.prefix_usable += is_usable(following, self.dynamic)
+            if not self.full:
+                # Of each prefix, also those that several completions at once have skipped over.
+                more = self._missing(self.prefix, self.prefix_usable, in_flight=0)
+                self.prefix_wants = max(self.prefix_wants, self.prefix + more)
 
     @property
     def full(self) -> bool:
@@ -66,20 +72,21 @@ class Fill:
 
     def missing(self) -> int:
         """Prompts to draw now."""
-        if self.full:
-            return 0
         room = self.most - len(self.drafts)
-        if not self.drafts and self.first_wave is not None:
+        if not self.drafts and self.first_wave is not None and not self.full:
             return min(self.first_wave, room)
+        if self.by_prefix and self.drafts:
+            return min(max(self.prefix_wants - len(self.drafts), 0), room)
+        if self.full or (self.drafts and not self.complete):
+            return 0  # the first wave tells nothing yet
+        in_flight = len(self.drafts) - self.complete
+        return min(self._missing(self.complete, self.usable, in_flight), room)
+
+    def _missing(self, complete: int, usable: int, in_flight: int) -> int:
         if not self.dynamic:
-            return min(self.need - len(self.drafts), room)
-        known, mixed = (
-            (self.prefix, self.prefix_usable) if self.by_prefix else (self.complete, self.usable)
-        )
-        if self.drafts and not known:  # the first wave tells nothing yet
-            return 0
-        rate = self.rate.within(mixed, known, self.target)
-        return min(missing_prompts(self.need, mixed, len(self.drafts) - known, rate), room)
+            return max(self.need - usable - in_flight, 0)
+        rate = self.rate.within(usable, complete, self.target)
+        return missing_prompts(self.need, usable, in_flight, rate)
 
 
 def is_usable(draft: Draft, dynamic: bool) -> bool:

@@ -15,7 +15,7 @@ from megatron_dapo.rollout.continuation import Unfinished
 from megatron_dapo.rollout.draft import Draft, Member
 from megatron_dapo.types import FinishReason, Prompt, Response, Reward
 
-TOKEN = np.dtype("<i4")
+TOKEN = np.dtype("<i8")
 LOGPROB = np.dtype("<f8")
 
 

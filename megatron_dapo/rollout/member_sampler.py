@@ -121,17 +121,24 @@ class MemberSampler:
         if self._lost is not None and not self._tasks:
             raise EnginesLost(str(self._lost)) from self._lost
 
-    async def interrupt(self) -> None:
-        """End all requests, keep what they have, and wait for the grading of complete responses.
+    async def interrupt(self, *, finish_grading: bool = True) -> None:
+        """End all requests, which keep what they have, and wait for what is being graded.
 
         What is not complete waits for `go_on` or `forget`.
+
+        Args:
+            finish_grading: False where nobody asks for those rewards any more.
         """
         self._interrupting = self._held = True
         try:
             while self._tasks:
                 if self._generating:
                     await self._interrupt()
-                await asyncio.wait(self._tasks, timeout=INTERRUPT_AGAIN_SECONDS)
+                elif not finish_grading:
+                    for task in self._tasks:
+                        task.cancel()
+                if self._tasks:
+                    await asyncio.wait(self._tasks, timeout=INTERRUPT_AGAIN_SECONDS)
         finally:
             self._interrupting = False
 

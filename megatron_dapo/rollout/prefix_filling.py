@@ -48,6 +48,7 @@ class PrefixFilling:
         self._sampling = sampling
         self._fill: Fill | None = None
         self._carried: list[Draft] = []
+        self._carried_in = 0
         self._stale = 0
 
     @property
@@ -64,9 +65,10 @@ class PrefixFilling:
         self._sampler.version = max(self._sampler.version, version)
         self._sampler.go_on()
         timed_out = False
+        self._submit(fill, fill.missing())
         while not (timed_out or self._done(fill)):
-            self._submit(fill, fill.missing())
             timed_out = not await waits_until(self._sampler.change(), self._deadline(fill))
+            self._submit(fill, 0 if timed_out else fill.missing())
         collected = await self._finish(fill, timed_out)
         self._fill = None
         return collected
@@ -103,7 +105,8 @@ class PrefixFilling:
     def _begin(self, step: int, version: int) -> Fill:
         target, dynamic = self._rollout.prompts_per_step, self._sampling.dynamic
         fresh, stale = split_stale(self.ready, version, self._rollout.max_staleness)
-        self._carried, self.ready, self._stale = fresh[:target], fresh[target:], len(stale)
+        self._carried_in, self._stale = len(self.ready), len(stale)
+        self._carried, self.ready = fresh[:target], fresh[target:]
         need = target - len(self._carried)
         first, rounds = self._sampling.prompts_per_round, self._sampling.max_rounds
         self._fill = Fill(
@@ -138,7 +141,7 @@ class PrefixFilling:
 
     async def _finish(self, fill: Fill, timed_out: bool) -> Collected:
         """Choose, end what still runs, and put prompts back."""
-        await self._sampler.interrupt()
+        await self._sampler.interrupt(finish_grading=False)
         whole = self._carries or timed_out
         read = [d for d in (fill.drafts if whole else fill.drafts[: fill.prefix]) if d.group]
         last = fill.drafts.index(read[-1]) + 1 if read else 0
@@ -159,7 +162,7 @@ class PrefixFilling:
         tokens, continued = self._sampler.take_counts()
         lost = [d for d in behind if is_usable(d, dynamic)] + ([] if self._carries else surplus)
         tally = Tally(
-            carried_in=len(self._carried),
+            carried_in=self._carried_in,
             carried_out=len(self.ready),
             put_back=len(behind),
             discarded_valid=len(lost),

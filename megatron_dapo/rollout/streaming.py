@@ -24,8 +24,9 @@ from megatron_dapo.rollout.staleness import must_finish, split_stale, waits_unti
 class Streaming:
     """Samples as long as the groups that wait would not become too old.
 
-    At most `1 + rollout.max_staleness` steps' worth of usable groups is submitted and not trained
-    on, counted by what the keep rate lets expect.
+    What is submitted and not trained on are the groups of at most `rollout.max_staleness` later
+    steps, and of the one that is being collected, as far as the keep rate lets expect: what is
+    drawn from the weights of now is then trained on before it is too old.
 
     Args:
         background: go on between two steps.
@@ -51,10 +52,12 @@ class Streaming:
         self._sampling = sampling
         self._background = background
         self._read: list[Draft] = []
+        self._read_usable = 0
         self._step = 0
         self._version = 0
         self._drawn = 0
         self._drawing = False
+        self._collecting = False
         self._carried_in = 0
         self._stale = 0
         self._began = 0.0
@@ -66,12 +69,12 @@ class Streaming:
             self._begin(step, version)
         self._sampler.version = max(self._sampler.version, version)
         self._sampler.go_on()
-        self._drawing = True
+        self._drawing = self._collecting = True
         self.room()
         timed_out = False
         while not (timed_out or self._done()):
             timed_out = not await waits_until(self._sampler.change(), self._deadline())
-        self._drawing = self._background
+        self._drawing, self._collecting = self._background, False
         if not self._background:
             await self._sampler.interrupt()
         return self._finish(timed_out)
@@ -81,6 +84,7 @@ class Streaming:
         self.open.remove(draft)
         self._read.append(draft)
         if is_usable(draft, self._sampling.dynamic):
+            self._read_usable += 1
             self.ready.append(draft)
         self.room()
 
@@ -114,8 +118,9 @@ class Streaming:
     def _wants_more(self) -> bool:
         if self._drawn >= self._most:
             return False
+        steps = self._rollout.max_staleness + self._collecting
         waiting = len(self.ready) + self._rate * len(self.open)
-        return waiting < (1 + self._rollout.max_staleness) * self._rollout.prompts_per_step
+        return waiting < steps * self._rollout.prompts_per_step
 
     @property
     def _most(self) -> int:
@@ -128,8 +133,8 @@ class Streaming:
     def _rate(self) -> float:
         if not self._sampling.dynamic:
             return 1.0
-        mixed = sum(is_usable(draft, True) for draft in self._read)
-        return self.rate.within(mixed, len(self._read), self._rollout.prompts_per_step)
+        target = self._rollout.prompts_per_step
+        return self.rate.within(self._read_usable, len(self._read), target)
 
     def _done(self) -> bool:
         if not self.open and self._drawn >= self._most:
@@ -153,7 +158,7 @@ class Streaming:
         self.ready = [draft for draft in self.ready if draft not in kept]
         read = sorted(self._read, key=lambda draft: draft.order)
         if dynamic:
-            self.rate = self.rate.learn(sum(is_usable(d, True) for d in read), len(read))
+            self.rate = self.rate.learn(self._read_usable, len(read))
         tokens, continued = self._sampler.take_counts()
         now = asyncio.get_running_loop().time()
         tally = Tally(
@@ -165,7 +170,7 @@ class Streaming:
             keep_rate=self.rate.value,
             seconds=now - self._measured_from,
         )
-        self._read, self._drawn, self._stale = [], 0, 0
+        self._read, self._read_usable, self._drawn, self._stale = [], 0, 0, 0
         self._carried_in, self._measured_from = len(self.ready), now
         generated = tuple(draft.group for draft in read if draft.group is not None)
         return Collected(self._step, kept, generated, selection.counts, tally, timed_out)
