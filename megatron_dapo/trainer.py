@@ -97,9 +97,9 @@ class Trainer:
             return True
         self._start(first - 1)
         for step in range(first, self.config.training.steps + 1):
-            before = self._rollout_state()
+            before = None if self.rollouts is None else self.rollouts.snapshot()
             if not self.step(step):
-                return self._leave(step - 1, before)
+                return self._leave(step - 1, {} if before is None else before())
             stop = self.stop.agreed(self.parallel.control_group)
             if stop or self._due(step, self.config.checkpoint.every):
                 self.save(step)

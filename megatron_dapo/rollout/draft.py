@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from copy import copy
 from dataclasses import dataclass
 
 from megatron_dapo.rollout.continuation import Unfinished
@@ -68,6 +70,10 @@ class Draft:
         """Of all responses, complete or not."""
         whole = sum(len(m.response.token_ids) for m in self.members if m.response is not None)
         return whole + self.begun_tokens
+
+    def copy(self) -> Draft:
+        """As it is now; what is sampled later does not change it."""
+        return dataclasses.replace(self, members=tuple(map(copy, self.members)))
 
     def close_when_complete(self) -> bool:
         """Make the group if all members are graded; True if this did."""

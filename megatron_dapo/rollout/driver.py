@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from megatron_dapo.rollout.inputs import RolloutInputs
 from megatron_dapo.rollout.probe import Probe, probe_engine
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
+from megatron_dapo.rollout.scheduler_state import state_to_json
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.weight_update import Digests
 from megatron_dapo.types import Group
@@ -70,6 +72,7 @@ class RolloutDriver:
         )
         self._probe_prompt = inputs.train.prompts[0].token_ids
         self._fleet = EngineFleet(config, device)
+        self._interrupted = threading.Event()
         self._dispatcher: Dispatcher | None = None
         self._scheduler = GroupScheduler(
             self._generate,
@@ -133,7 +136,11 @@ class RolloutDriver:
         )
 
     def interrupt(self) -> None:
-        """End `collect` and `sample_heldout` early, now and later. From any thread."""
+        """End `collect` and `sample_heldout` early, now and later. From any thread.
+
+        `state_dict` then waits for no response.
+        """
+        self._interrupted.set()
         self._fleet.interrupt()
 
     def remove_when_orphaned(self, directory: Path) -> None:
@@ -231,7 +238,14 @@ class RolloutDriver:
         Waits until nothing runs that would be lost; with sampling.unfinished=continue, running
         responses stop for it and go on afterwards.
         """
-        return self._fleet.run(self._settled_state())
+        return self._fleet.run(self._settled_state())()
+
+    def snapshot(self) -> Callable[[], dict[str, JsonValue]]:
+        """`state_dict` of this moment, made when it is called for; takes no time now.
+
+        Between two steps. Tokens of responses that still run are not in it.
+        """
+        return self._fleet.run(self._snapshot())
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
         """Go on at a saved state. One of an earlier release has no groups that wait."""
@@ -258,14 +272,16 @@ class RolloutDriver:
         """Threads that grade: one waits for each worker, and our own check needs but one."""
         return 1 if self._graders is None else self._config.reward.workers
 
-    async def _settled_state(self) -> dict[str, JsonValue]:
-        await self._scheduler.settle()
-        state: dict[str, JsonValue] = {
-            "prompts": cast(JsonValue, self._prompts.state_dict()),
-            "sampling": self._scheduler.state_dict(),
-        }
+    async def _settled_state(self) -> Callable[[], dict[str, JsonValue]]:
+        await self._scheduler.settle(hurry=self._interrupted.is_set())
+        state = await self._snapshot()
         self._scheduler.go_on()
         return state
+
+    async def _snapshot(self) -> Callable[[], dict[str, JsonValue]]:
+        prompts = cast(JsonValue, self._prompts.state_dict())
+        sampling = self._scheduler.snapshot()
+        return lambda: {"prompts": prompts, "sampling": state_to_json(sampling)}
 
     def _renew_dispatcher(self) -> None:
         """With the engines of now: one that was restarted is used again."""

@@ -84,6 +84,13 @@ class PrefixFilling:
     async def drain(self) -> None:
         """Nothing runs between two steps."""
 
+    def abandon(self) -> None:
+        """Forget the step that is being sampled; its prompts come again. Nothing may run."""
+        if self._fill is not None:
+            self._source.put_back(len(self._fill.drafts))
+            self.ready = [*self._carried, *self.ready]
+            self._fill = None
+
     def restore(self, saved: SchedulerState) -> None:
         """Go on with what a checkpoint holds, from the next step on.
 

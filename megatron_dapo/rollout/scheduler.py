@@ -151,18 +151,34 @@ class GroupScheduler:
         if self._rollout.mode == "async":
             self._sampler.go_on()
 
-    async def settle(self) -> None:
-        """Bring everything into a state that can be saved: `state_dict`, then `go_on`."""
+    async def settle(self, *, hurry: bool = False) -> None:
+        """Bring everything into a state that can be saved: `state_dict`, then `go_on`.
+
+        Args:
+            hurry: wait for no response; what only waiting would save is sampled again later.
+        """
         if self._sampling.unfinished == "continue":
             await self.interrupt()
-        else:
+        elif not hurry:
             await self.drain()
+        elif self._ahead is not None and not self._ahead.done():
+            await self.close()
+            self._way.abandon()
+
+    def snapshot(self) -> SchedulerState:
+        """The state of this moment, between two calls of `collect`, for `state_to_json`.
+
+        Costs nothing and ends nothing: tokens of responses that run are not in it, and would be
+        sampled again.
+        """
+        open_drafts = [draft.copy() for draft in self._way.open]
+        return SchedulerState(
+            self._way.rate, [*self._way.ready], open_drafts, self._finished_ahead()
+        )
 
     def state_dict(self) -> dict[str, JsonValue]:
-        """What goes on after a restart, as JSON; nothing may run (`settle`)."""
-        return state_to_json(
-            SchedulerState(self._way.rate, self._way.ready, self._way.open, self._finished_ahead())
-        )
+        """What goes on after a restart, as JSON."""
+        return state_to_json(self.snapshot())
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
         """Go on where `state_dict` was taken; nothing is sampled before the next `collect`.

@@ -175,6 +175,9 @@ class Streaming:
         generated = tuple(draft.group for draft in read if draft.group is not None)
         return Collected(self._step, kept, generated, selection.counts, tally, timed_out)
 
+    def abandon(self) -> None:
+        """Nothing is sampled for one certain step."""
+
     def restore(self, saved: SchedulerState) -> None:
         """Go on with what a checkpoint holds, from the next step on."""
         self.rate, self.ready, self.open = saved.rate, [*saved.ready], [*saved.unfinished]
