@@ -7,12 +7,9 @@ as they come, so a model of any size and layout needs the memory of its largest 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from megatron_dapo.checkpoint.commit import (
     CHECKPOINTS,
@@ -25,6 +22,7 @@ from megatron_dapo.checkpoint.commit import (
     step_folder,
     verify_files,
 )
+from megatron_dapo.cli.signals import leaving_through_clean_up
 from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.load import RESOLVED_FILE
 from megatron_dapo.config.model_family import family_problems
@@ -46,7 +44,7 @@ def export_main(options: argparse.Namespace) -> int:
         raise ConfigError(f"OUT={out} exists: name a folder that does not, nothing is overwritten")
     config = export_config(run_dir, options.overrides)
     try:
-        with _cleaning_up():
+        with leaving_through_clean_up():
             export_checkpoint(checkpoint, config, out)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -144,18 +142,3 @@ def _what_exists(folder: Path) -> str:
     if not steps:
         return f"{folder} holds no complete step"
     return f"{folder} holds steps {', '.join(map(str, steps))}"
-
-
-@contextlib.contextmanager
-def _cleaning_up() -> Iterator[None]:
-    """Let SIGTERM and a closed terminal end the process as Ctrl-C does: through its clean-up."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    previous = {n: signal.signal(n, leave) for n in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_eval(commands)
     _add_plan(commands)
     _add_convert(commands)
     _add_export(commands)
@@ -71,6 +72,23 @@ def _add_train(commands: Commands[argparse.ArgumentParser]) -> None:
         help="resolve, check, print ranks, batches and memory; build nothing",
     )
     parser.set_defaults(run=_train)
+
+
+def _add_eval(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("eval", help="held-out accuracy of a model, checkpoint or run")
+    parser.add_argument(
+        "target",
+        type=Path,
+        metavar="CONFIG|RUN_DIR|CHECKPOINT|HF_FOLDER",
+        help="YAML file (its model.path), run or step of it, or Hugging Face folder",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--sets", metavar="NAME[,NAME]", help="only these sets; default: all")
+    parser.add_argument(
+        "--config", type=Path, help="YAML file, for a Hugging Face folder of no run"
+    )
+    parser.add_argument("--out", type=Path, help="folder to write to; default: eval in the run's")
+    parser.set_defaults(run=_eval)
 
 
 def _add_plan(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -125,6 +143,12 @@ def _train(options: argparse.Namespace) -> int:
     from megatron_dapo.cli.launch import launch_training
 
     return launch_training(config)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from megatron_dapo.cli.eval import eval_main
+
+    return eval_main(options)
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron_dapo.config.checks import check_config
@@ -118,10 +118,20 @@ def safetensors_header(file: Path) -> dict[str, dict] | None:
 
 
 def _file_problems(config: RunConfig) -> Iterator[str]:
-    for key, file in {"data.train": config.data.train, **heldout_paths(config)}.items():
+    yield from _absent({"data.train": config.data.train})
+    yield from heldout_file_problems(config)
+    yield from tokenizer_problems(config)
+
+
+def heldout_file_problems(config: RunConfig) -> Iterator[str]:
+    """Held-out files that are not there."""
+    yield from _absent(heldout_paths(config))
+
+
+def _absent(files: Mapping[str, Path]) -> Iterator[str]:
+    for key, file in files.items():
         if not file.is_file():
             yield f"{key}={file}: no such file. Paths are relative to the current directory."
-    yield from tokenizer_problems(config)
 
 
 def tokenizer_problems(config: RunConfig) -> Iterator[str]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from megatron_dapo.evaluation.estimators import Estimate, avg_at_k, maj_at_k, pass_at_k
-from megatron_dapo.evaluation.phrases import PhraseRate, count_phrases, phrase_rates
+from megatron_dapo.evaluation.phrases import ALL, PhraseRate, count_phrases, phrase_rates
 from megatron_dapo.reward.math_answer import answer_value
 from megatron_dapo.types import Group, Response, Reward
 
@@ -58,6 +58,7 @@ class ProblemReport:
     """Votes of each answer, the most frequent first, in its first spelling."""
     lengths: Lengths
     phrases: dict[str, PhraseRate]
+    """Those that occur, and "all"."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,7 @@ def _report_problem(group: Group, found: Sequence[dict[str, int]], *, voted: boo
     ids = [group.prompt.id] * len(pairs)
     correct = [reward.accuracy or 0.0 for reward in group.rewards]
     extracted = [reward.extracted for reward in group.rewards]
+    rates = phrase_rates(found, counts.tokens)
     return ProblemReport(
         id=group.prompt.id,
         answer=group.prompt.answer,
@@ -147,7 +149,7 @@ def _report_problem(group: Group, found: Sequence[dict[str, int]], *, voted: boo
         maj=maj_at_k(ids, extracted, correct).value if voted else None,
         votes=_votes(extracted),
         lengths=_lengths(pairs),
-        phrases=phrase_rates(found, counts.tokens),
+        phrases={n: r for n, r in rates.items() if r.occurrences or n == ALL},
     )
 
 

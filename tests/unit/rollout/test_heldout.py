@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,7 @@ DAPO_ROWS = [
 GSM8K_ROWS = [{"question": "two and five", "answer": "2 + 5 = 7\n#### 7"}]
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> Path:
+def write(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -220,5 +220,5 @@ def test_prompts_that_are_trained_on_are_named(
     sets = read_heldout(both_sets(tmp_path), WordTokenizer())
     with caplog.at_level(logging.WARNING):
         warn_of_overlap(sets[0].prompts[:3], sets)
-    (warning,) = caplog.messages
+    (warning,) = (r.message for r in caplog.records if r.levelno == logging.WARNING)
     assert warning.startswith("evaluation.sets.sums: 3 of the 4 prompts of sums are in data.train")
