@@ -1,0 +1,257 @@
+"""How steps end that do not simply fill: bounds, lost engines, failing graders, stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections import Counter
+
+import pytest
+
+from benchmarks.simulated_loop import simulate
+from megatron_dapo.rollout.grading import TooManyGradingErrors
+from megatron_dapo.rollout.member_sampler import EnginesLost
+from megatron_dapo.rollout.scheduler_state import state_to_json
+from megatron_dapo.rollout.selection import NotEnoughGroups
+from megatron_dapo.types import Prompt, Response, Reward
+from tests.unit.rollout.simulated import (
+    ALL,
+    ASYNC_3,
+    ASYNC_FINISH,
+    CONTINUE,
+    DROP,
+    FINISH,
+    ONE_STEP_OFF,
+    Run,
+    Sections,
+    World,
+    graded,
+    whole_run,
+)
+
+HOPELESS = World(keep_rate=0.05, group_size=2, target=4, max_rounds=2, slots=8)
+
+
+async def always_wrong(prompt: Prompt, response: Response) -> tuple[Response, Reward]:
+    return response, Reward(0.0, -1.0)
+
+
+@pytest.mark.parametrize("sections", ALL, ids=str)
+def test_prompts_that_never_mix_end_the_step_at_the_bound(sections: Sections) -> None:
+    async def run() -> tuple[Run, NotEnoughGroups]:
+        run = Run(HOPELESS, sections, grader=always_wrong)
+        with pytest.raises(NotEnoughGroups) as caught:
+            await run.train()
+        return run, caught.value
+
+    done, error = simulate(run())
+    bound = HOPELESS.max_rounds * HOPELESS.target
+    assert done.order.taken == bound
+    assert (error.counts.all_wrong, error.counts.kept) == (bound, 0)
+    assert f"Groups by number of right responses: 0: {bound}." in str(error)
+    assert "too hard" in str(error)
+    assert all(engine.running == 0 for engine in done.engines)
+
+
+@pytest.mark.parametrize("sections", ALL, ids=str)
+def test_a_step_may_train_on_what_there_is_and_says_so(
+    sections: Sections, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(target=8, max_rounds=1, when_short="train", slots=8)
+    with caplog.at_level(logging.WARNING):
+        run = whole_run(world, sections)
+    short = [step for step in run.steps if len(step.groups) < world.target]
+    assert short and all(group.mixed for step in run.steps for group in step.groups)
+    told = [r.message for r in caplog.records if "trains on what there is" in r.message]
+    assert len(told) == len(short)
+    assert re.search(r"only [1-7] of 8 groups .*Groups by number of right responses: 0: ", told[0])
+
+
+@pytest.mark.parametrize("sections", [DROP, FINISH, CONTINUE, ASYNC_3], ids=str)
+def test_a_step_waits_no_longer_than_allowed(sections: Sections) -> None:
+    world = World(target=8, slots=1, engines=1, max_seconds=60.0)
+
+    async def run() -> tuple[float, str]:
+        run = Run(world, sections)
+        started = asyncio.get_running_loop().time()
+        with pytest.raises(NotEnoughGroups) as caught:
+            await run.scheduler.collect(1, 0)
+        return asyncio.get_running_loop().time() - started, str(caught.value)
+
+    seconds, message = simulate(run())
+    assert 60 <= seconds < 62
+    assert "after 60 seconds (sampling.max_seconds)" in message
+
+
+@pytest.mark.parametrize("sections", [DROP, FINISH, CONTINUE, ASYNC_3], ids=str)
+def test_what_is_there_when_time_is_over_may_train(sections: Sections) -> None:
+    world = World(target=8, slots=3, keep_rate=0.9, max_seconds=80.0, when_short="train")
+    run = whole_run(world, sections)
+    assert all(0 < len(step.groups) <= 8 for step in run.steps)
+    assert any(len(step.groups) < 8 for step in run.steps)
+    seeds = Counter(response.seed for response in run.responses)
+    assert max(seeds.values()) == 1
+    ended = run.left + sum(
+        int(step.metrics["filter/generated"] + step.metrics["filter/discarded_unfinished"])
+        for step in run.steps
+    )
+    if run.rollout.mode != "async":
+        assert run.order.taken == ended
+
+
+@pytest.mark.parametrize("sections", ALL, ids=str)
+@pytest.mark.parametrize("seconds", [5.0, 30.0, 45.0])
+def test_after_the_loss_of_all_engines_the_step_goes_on_where_it_stood(
+    sections: Sections, seconds: float
+) -> None:
+    world = World(target=6, slots=4, keep_rate=0.7)
+
+    async def run() -> tuple[Run, int]:
+        run = Run(world, sections)
+
+        async def kill() -> None:
+            await asyncio.sleep(seconds)
+            for engine in run.engines:
+                engine.die()
+
+        killer = asyncio.ensure_future(kill())
+        with pytest.raises(EnginesLost, match="all 2 rollout engines are lost"):
+            await run.scheduler.collect(1, 0)
+        await killer
+        before = sum(len(draft.members) for draft in run.scheduler.snapshot().unfinished)
+        run.replace_engines()
+        await run.train()
+        await run.scheduler.close()
+        return run, before
+
+    done, before = simulate(run())
+    assert before > 0
+    assert [len(step.groups) for step in done.steps] == [6] * 5
+    seeds = Counter(response.seed for response in done.responses)
+    assert max(seeds.values()) == 1
+    if sections in (DROP, FINISH, ONE_STEP_OFF):
+        assert [s.groups for s in done.steps] == [
+            s.groups for s in whole_run(world, sections).steps
+        ]
+
+
+def test_engines_that_are_lost_between_two_steps_stop_the_next_one_only() -> None:
+    async def run() -> Run:
+        run = Run(World(target=6, slots=4), ONE_STEP_OFF)
+        await run.scheduler.collect(1, 0)
+        await asyncio.sleep(5)
+        for engine in run.engines:
+            engine.die()
+        await run.scheduler.drain()
+        run.replace_engines()
+        await run.update(1)
+        run.steps.append(await run.scheduler.collect(2, 1))
+        await run.scheduler.close()
+        return run
+
+    assert len(simulate(run()).steps[0].groups) == 6
+
+
+@pytest.mark.parametrize("sections", ALL, ids=str)
+def test_graders_that_fail_too_often_stop_the_run(sections: Sections) -> None:
+    async def failing(prompt: Prompt, response: Response) -> tuple[Response, Reward]:
+        if response.sample_index == 0:
+            return response, Reward(None, 0.0)
+        return await graded(prompt, response)
+
+    async def run(share: float) -> Run:
+        world = World(group_size=4, max_error_share=share, slots=8)
+        return await Run(world, sections, grader=failing).train(last=1)
+
+    allowed = simulate(run(0.25)).steps[0]
+    assert allowed.metrics["reward/errors"] == len(allowed.generated)
+    with pytest.raises(TooManyGradingErrors, match=r"share of 0\.250: at most reward\.max_error"):
+        simulate(run(0.24))
+
+
+@pytest.mark.parametrize("sections", ALL, ids=str)
+def test_a_cancelled_step_leaves_nothing_running(sections: Sections) -> None:
+    async def run() -> Run:
+        run = Run(World(target=6), sections)
+        step = asyncio.ensure_future(run.scheduler.collect(1, 0))
+        await asyncio.sleep(10)
+        assert any(engine.running for engine in run.engines)
+        step.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await step
+        await asyncio.sleep(0)
+        return run
+
+    assert all(engine.running == 0 for engine in simulate(run()).engines)
+
+
+@pytest.mark.parametrize("sections", ALL, ids=str)
+def test_a_snapshot_before_a_step_is_gone_on_with_as_if_the_step_had_not_been(
+    sections: Sections,
+) -> None:
+    world = World(target=4, slots=6)
+
+    async def stopped() -> tuple[Run, dict[str, object]]:
+        first = await Run(world, sections).train(last=2)
+        taken, state = first.order.taken, first.scheduler.snapshot()
+        step = asyncio.ensure_future(first.scheduler.collect(3, 2))
+        await asyncio.sleep(15)
+        step.cancel()
+        await asyncio.wait({step})
+        return first, json.loads(json.dumps({"taken": taken, "sampling": state_to_json(state)}))
+
+    async def run() -> tuple[Run, Run]:
+        first, state = await stopped()
+        second = Run(world, sections, state)
+        await second.train(first=3)
+        await second.scheduler.close()
+        return first, second
+
+    first, second = simulate(run())
+    seeds = Counter(response.seed for response in first.responses + second.responses)
+    assert max(seeds.values()) == 1
+    assert [len(step.groups) for step in second.steps] == [4] * 3
+    if sections in (DROP, FINISH, ONE_STEP_OFF):
+        straight = whole_run(world, sections).steps
+        assert [s.groups for s in first.steps + second.steps] == [s.groups for s in straight]
+
+
+@pytest.mark.parametrize("sections", [ONE_STEP_OFF, ASYNC_FINISH, ASYNC_3, CONTINUE], ids=str)
+def test_a_stop_in_a_hurry_waits_for_no_response_and_loses_no_prompt(sections: Sections) -> None:
+    world = World(target=6, slots=2)
+
+    async def run() -> tuple[float, Run, Run]:
+        loop = asyncio.get_running_loop()
+        first = Run(world, sections)
+        first.steps.append(await first.scheduler.collect(1, 0))
+        await asyncio.sleep(1)
+        started = loop.time()
+        await first.scheduler.settle(hurry=True)
+        seconds = loop.time() - started
+        state = {"taken": first.order.taken, "sampling": first.scheduler.state_dict()}
+        await first.scheduler.close()
+        second = Run(world, sections, json.loads(json.dumps(state)))
+        await second.train(first=2)
+        await second.scheduler.close()
+        return seconds, first, second
+
+    seconds, first, second = simulate(run())
+    assert seconds < 2
+    assert [len(step.groups) for step in second.steps] == [6] * 4
+    seeds = Counter(response.seed for response in first.responses + second.responses)
+    assert max(seeds.values()) == 1
+    events = [(g.prompt.id, g.responses[0].seed) for s in second.steps for g in s.generated]
+    assert len(set(events)) == len(events)
+
+
+def test_a_checkpoint_with_unfinished_responses_needs_a_schedule_that_continues_them() -> None:
+    async def run() -> None:
+        first = await Run(World(), CONTINUE).train(last=1)
+        state = await first.saved()
+        assert state["sampling"]["unfinished"]  # type: ignore[index]
+        with pytest.raises(RuntimeError, match=r"resume with .*sampling\.unfinished=continue"):
+            Run(World(), FINISH, state)
+
+    simulate(run())
