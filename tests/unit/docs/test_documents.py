@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.main import build_parser
+from megatron_dapo.evaluation.evaluate import evaluation_metrics
+from megatron_dapo.evaluation.set_report import report_set
 from megatron_dapo.policy.critic import CRITIC_METRICS
 from megatron_dapo.policy.policy import POLICY_METRICS
+from tests.unit.evaluation.graded import graded_group
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,6 +32,12 @@ def glossary_names() -> set[str]:
 
 def test_every_metric_of_policy_and_critic_is_in_the_glossary() -> None:
     assert sorted({*POLICY_METRICS, *CRITIC_METRICS} - glossary_names()) == []
+
+
+def test_every_metric_of_an_evaluation_is_in_the_glossary() -> None:
+    report = report_set([graded_group(0, *["Answer: 7"] * 4)])
+    logged = {re.sub(r"@\d+", "@k", name) for name in evaluation_metrics({"<set>": report})}
+    assert logged == {name for name in glossary_names() if name.startswith("val-")}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
