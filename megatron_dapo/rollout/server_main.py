@@ -29,7 +29,7 @@ POLL_SECONDS = 1.0
 LEFT_BEHIND_SECONDS = 2.0
 """What other processes of the session get once the server itself has ended."""
 SHARED_MEMORY = Path("/dev/shm")
-SCRATCH_PREFIXES = ("psm_", "torch_", "vllm_")
+SCRATCH_PREFIXES = ("psm_", "sem.mp-", "torch_", "vllm_")
 """Names that Python, torch and vLLM give to shared memory; other files are left alone."""
 
 
