@@ -33,6 +33,11 @@ def remarks(config: RunConfig) -> Iterator[str]:
         )
     if config.loss.clip_high == config.loss.clip_low and config.loss.ratio == "token":
         yield "loss.clip_high equals loss.clip_low: without clip-higher, entropy tends to collapse."
+    if config.rollout.mode == "async" and config.resharding.in_flight == "wait":
+        yield (
+            "rollout.mode=async with resharding.in_flight=wait: each update waits until all "
+            "running responses are complete. keep lets them go on with the new weights."
+        )
     yield from _unguarded_transport(config)
     yield from _idle_devices(config)
 

@@ -54,7 +54,7 @@ def _mode_problems(config: RunConfig) -> Iterator[str]:
             "is the next one's; it takes only carry. Set sampling.surplus=carry and "
             "sampling.unfinished=continue (or finish: a checkpoint then waits for all responses)."
         )
-    shares = rollout.placement == "colocated" and config.device != "cpu"
+    shares = rollout.placement == "colocated" and config.device != "cpu" and not rollout.endpoints
     if rollout.mode != "sync" and shares:
         yield (
             f"rollout.placement=colocated: {mode} samples while the trainer trains, and engines "
