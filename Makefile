@@ -1,9 +1,9 @@
-# make quickstart | test | test-unit | test-parallel | test-e2e | test-full | test-gpu | bench | lint | install | clean
+# make quickstart | test | test-unit | test-parallel | test-e2e | test-full | test-gpu | test-slurm | bench | lint | install | clean
 # PYTHON=python3.12 make install   takes another interpreter (3.11 or newer).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-unit test-parallel test-e2e test-full test-gpu bench lint clean
+.PHONY: help install quickstart test test-unit test-parallel test-e2e test-full test-gpu test-slurm bench lint clean
 
 PYTHON ?= $(shell if python3.11 --version >/dev/null 2>&1; then echo python3.11; else echo python3; fi)
 VENV := .venv
@@ -48,6 +48,10 @@ test-full: install
 
 test-gpu: install
 	$(BIN)/python -m pytest tests/gpu
+
+# run.sh on a real scheduler: four nodes of SLURM on this machine, where it is installed.
+test-slurm: install
+	$(BIN)/python -m pytest tests/slurm
 
 # On a quiet machine: the table of docs/performance.md. Fails where a bar is missed.
 bench: install

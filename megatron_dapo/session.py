@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from megatron_dapo import device
 from megatron_dapo.checkpoint.commit import CHECKPOINTS, MANIFEST_FILE, newest_complete, step_of
 from megatron_dapo.config import ConfigError, RunConfig
+from megatron_dapo.config.endpoint_checks import missing_endpoints
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.context import ParallelContext
@@ -37,6 +38,9 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
         steps = config.training.steps
         logger.warning("%s is already complete: %d steps are done", config.run_dir, steps)
         return True
+    problems = list(missing_endpoints(config))
+    if problems:
+        raise ConfigError(problems)
     environment = read_launch_env(os.environ)
     with open_trainer(config, environment, stop) as trainer:
         return trainer.run()

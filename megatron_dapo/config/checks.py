@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from urllib.parse import urlsplit
 
+from megatron_dapo.config.endpoint_checks import endpoint_problems
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.evaluation_checks import (
     evaluation_problems,
@@ -20,12 +20,10 @@ from megatron_dapo.config.layout_checks import layout_problems
 from megatron_dapo.config.loss_checks import loss_problems
 from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.model_shape import ModelShape
-from megatron_dapo.config.redact import redact_text
 from megatron_dapo.config.resharding_checks import resharding_problems
 from megatron_dapo.config.rollout_checks import scheduling_problems
 from megatron_dapo.config.schema import AdvantageConfig, CriticConfig, MoeConfig, RunConfig
 
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 _PLUGIN = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
@@ -229,25 +227,7 @@ def rollout_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
     if len(set(rollout.endpoints)) != len(rollout.endpoints):
         yield "rollout.endpoints: one is given twice; each must be a server of its own."
-    for endpoint in rollout.endpoints:
-        if not _is_local(endpoint):
-            yield (
-                f"rollout.endpoints: {redact_text(endpoint)!r} must be unix:/absolute/path or "
-                "http://127.0.0.1:port: weights reach engines through the memory of one machine, "
-                "and a server's control routes are open to whoever reaches its port."
-            )
-
-
-def _is_local(endpoint: str) -> bool:
-    if endpoint.startswith("unix:"):
-        return endpoint.startswith("unix:/")
-    try:
-        parts = urlsplit(endpoint)
-        port = parts.port
-    except ValueError:
-        return False
-    plain = parts.scheme == "http" and parts.username is None and parts.path in ("", "/")
-    return plain and parts.hostname in LOOPBACK_HOSTS and port is not None
+    yield from endpoint_problems(config)
 
 
 def data_problems(config: RunConfig) -> Iterator[str]:

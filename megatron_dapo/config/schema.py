@@ -199,6 +199,15 @@ class RolloutConfig(Section):
     """Tensor parallelism of one engine."""
     endpoints: tuple[str, ...] = ()
     """Running servers (unix:/path or http://127.0.0.1:port) instead of starting our own."""
+    engine_nodes: int = Field(default=0, ge=0)
+    """Machines for engines beside `parallel.nodes`: examples/qwen32b/run.sh starts `engines` there,
+    evenly, and fills in `endpoints`. 0: trainer rank 0 starts them on its machine."""
+    remote_engines: bool = False
+    """Consent to engines with a port, http://host:port. Each request to them needs the token of
+    `token_file`, but prompts, responses and the token itself cross the network unencrypted: only
+    for a network whose users you trust."""
+    token_file: LocalPath | None = None
+    """File of mode 600 with the token of engines with a port; run.sh writes a new one each time."""
     engine_dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """auto: `model.dtype`."""
     engine_quantization: Literal["fp8"] | None = None
@@ -321,6 +330,11 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Trainers and engines share memory and its files."""
+        return self.parallel.nodes == 1 and not self.rollout.remote_engines
 
     @property
     def responses_per_step(self) -> int:

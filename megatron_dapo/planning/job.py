@@ -19,7 +19,7 @@ from megatron_dapo.config.machine_checks import decide_device
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.planning.memory import GIB, checkpoint_bytes
-from megatron_dapo.planning.ports import master_port
+from megatron_dapo.planning.ports import engine_port, master_port
 
 EXIT_USAGE = 2
 
@@ -35,6 +35,10 @@ def job_facts(config: RunConfig, hf_config: Mapping[str, object], job_id: int) -
         "RANKS_PER_NODE": str(parallel.world_size // parallel.nodes),
         "CHECKPOINT_GIB": str(math.ceil(checkpoint / GIB)),
         "MASTER_PORT": str(master_port(job_id)),
+        "ENGINE_NODES": str(config.rollout.engine_nodes),
+        "ENGINES": str(config.rollout.engines),
+        "ENGINE_DEVICES": str(config.rollout.engine_tensor),
+        "ENGINE_PORT": str(engine_port(job_id)),
     }
 
 

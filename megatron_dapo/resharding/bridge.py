@@ -136,7 +136,7 @@ class Bridge:
         check_agrees(plan, parallel, sources)
         kind: Literal["cpu", "cuda"] = "cuda" if current().type == "cuda" else "cpu"
         if directory is None:
-            directory = SHARED_MEMORY if config.parallel.nodes == 1 else config.run_dir
+            directory = SHARED_MEMORY if config.on_one_machine else config.run_dir
         owned, path = share_directory(directory, parallel)
         return cls(
             plan,

@@ -24,12 +24,14 @@ KEEP_ALIVE_SECONDS = 2.0
 AnswerT = TypeVar("AnswerT", bound=pydantic.BaseModel)
 
 
-def open_transport(endpoint: str) -> tuple[httpx.AsyncBaseTransport, str]:
-    """Transport and base URL of `unix:/path` or `http://127.0.0.1:port`.
+def open_transport(
+    endpoint: str, *, with_token: bool = False
+) -> tuple[httpx.AsyncBaseTransport, str]:
+    """Transport and base URL of `unix:/path`, `http://127.0.0.1:port` or, with a token, any host.
 
     Raises:
-        ValueError: any other address. vLLM's control routes have no authentication, so an engine
-            that can be reached from another machine could be given other weights by anyone.
+        ValueError: any other address. vLLM's control routes have no authentication of their own, so
+            an engine that can be reached without a token could be given other weights by anyone.
     """
     limits = httpx.Limits(
         max_connections=None,
@@ -40,13 +42,19 @@ def open_transport(endpoint: str) -> tuple[httpx.AsyncBaseTransport, str]:
         uds = endpoint.removeprefix("unix:")
         return httpx.AsyncHTTPTransport(uds=uds, limits=limits), "http://engine"
     url = httpx.URL(endpoint)
-    if url.scheme == "http" and url.host in LOOPBACK_HOSTS and url.port is not None:
+    near = url.host in LOOPBACK_HOSTS or with_token
+    if url.scheme == "http" and near and url.port is not None:
         return httpx.AsyncHTTPTransport(limits=limits), endpoint.rstrip("/")
     raise ValueError(
-        f"rollout.endpoints: {endpoint!r} is neither unix:/path nor http://127.0.0.1:port. vLLM's "
-        "weight routes have no authentication; bring a remote engine to this machine through an "
-        "SSH tunnel or a shared unix socket"
+        f"rollout.endpoints: {endpoint!r} is neither unix:/path nor http://127.0.0.1:port, and "
+        "rollout.token_file is not set. vLLM's weight routes have no authentication of their own: "
+        "start the engine with a token, or bring it here through an SSH tunnel or a unix socket"
     )
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """The header that `token_guard.TokenGuard` asks for."""
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 class EngineHttp:
@@ -56,13 +64,21 @@ class EngineHttp:
         endpoint: unix:/path or http://127.0.0.1:port.
         label: what messages call the server.
         timeout_seconds: longest wait for one answer.
+        token: that the server asks for (`token_guard`); None: it asks for none.
     """
 
-    def __init__(self, endpoint: str, *, label: str, timeout_seconds: float) -> None:
-        transport, base_url = open_transport(endpoint)
+    def __init__(
+        self, endpoint: str, *, label: str, timeout_seconds: float, token: str | None = None
+    ) -> None:
+        transport, base_url = open_transport(endpoint, with_token=token is not None)
         self.label = label
         self._seconds = timeout_seconds
-        self._client = httpx.AsyncClient(transport=transport, base_url=base_url, trust_env=False)
+        self._client = httpx.AsyncClient(
+            transport=transport,
+            base_url=base_url,
+            headers=bearer(token),
+            trust_env=False,
+        )
 
     def within(self, seconds: float) -> EngineHttp:
         """The same connection, but no answer is waited for longer than this."""

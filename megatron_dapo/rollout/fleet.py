@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from megatron_dapo.config import RunConfig
 from megatron_dapo.rollout.dispatch import gather_or_cancel
 from megatron_dapo.rollout.event_loop import EventLoopThread
+from megatron_dapo.rollout.remote_engines import token_of, wait_for_endpoints
 from megatron_dapo.rollout.server_options import server_options
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import VllmServer
@@ -97,6 +98,7 @@ class EngineFleet:
         if not self.engines:
             for server in self._servers:
                 server.wait_ready()
+            wait_for_endpoints(self._config.rollout)
             self.engines = [self.run(self._connect(index)) for index in range(len(self))]
 
     def sleep(self) -> None:
@@ -244,6 +246,7 @@ class EngineFleet:
             update_timeout_seconds=resharding.timeout_seconds + LATER_SECONDS,
             sleep_mode=self._sleep_mode,
             in_flight=resharding.in_flight,
+            token=token_of(rollout),
         )
 
     async def _retire(self, engine: VllmEngine, reason: str) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.rollout.token_guard import TOKEN_FILE
 
 SERVED_NAME = "policy"
 BACKEND = "megatron_dapo"
@@ -19,6 +20,8 @@ WORKER_EXTENSION = "megatron_dapo.resharding.vllm_worker.WeightReports"
 """What /collective_rpc can ask of a worker beside vLLM's own methods."""
 VLLM_BACKENDS = {"vllm_nccl": "nccl", "vllm_ipc": "ipc", "vllm_nccl_m2n": "nccl_m2n"}
 """`resharding.transport` -> backend of vLLM's own that the engine takes weights by."""
+GUARD = "megatron_dapo.rollout.token_guard.TokenGuard"
+"""Before every route of a server with a port."""
 FP8_BLOCKS = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -42,6 +45,15 @@ _LAUNCHER_NAMES = frozenset(
 )
 _SECRET_SUFFIXES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _NEVER_PASSED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "HOST_IP", "LD_PRELOAD"})
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens for trainers of other machines. Every request needs the token."""
+
+    host: str
+    port: int
+    token_file: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +85,8 @@ class ServerOptions:
     """Weights and cache can leave the device between phases (co-located engines on GPU)."""
     startup_timeout_seconds: float
     log_file: Path
+    address: Address | None = None
+    """None: a unix socket in a private directory."""
 
 
 def server_options(
@@ -81,6 +95,7 @@ def server_options(
     *,
     device: Literal["cpu", "cuda"],
     visible_devices: tuple[int, ...] = (),
+    address: Address | None = None,
 ) -> ServerOptions:
     """Options of engine `index` of a run on `device`."""
     rollout = config.rollout
@@ -106,6 +121,7 @@ def server_options(
         sleep_mode=device == "cuda" and rollout.placement == "colocated",
         startup_timeout_seconds=rollout.startup_timeout_seconds,
         log_file=config.run_dir / "logs" / f"rollout_engine_{index}.log",
+        address=address,
     )
 
 
@@ -117,10 +133,10 @@ def _unconverted(config: RunConfig) -> tuple[str, ...]:
 
 
 def server_command(options: ServerOptions, socket: Path) -> list[str]:
-    """The stock vLLM server, listening on `socket` only."""
+    """The stock vLLM server, listening on `socket` only, or on its address behind the guard."""
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--uds", str(socket)),
+        *_listen(options.address, socket),
         *("--model", str(options.model), "--served-model-name", SERVED_NAME),
         *("--skip-tokenizer-init", "--generation-config", "vllm", "--enable-scale-out"),
         *("--load-format", "safetensors" if options.quantization is None else "dummy"),
@@ -148,6 +164,12 @@ def server_command(options: ServerOptions, socket: Path) -> list[str]:
     if options.trust_remote_code:
         command += ["--trust-remote-code"]
     return command
+
+
+def _listen(address: Address | None, socket: Path) -> list[str]:
+    if address is None:
+        return ["--uds", str(socket)]
+    return ["--host", address.host, "--port", str(address.port), "--middleware", GUARD]
 
 
 def server_environment(
@@ -186,6 +208,12 @@ def server_environment(
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if options.address is not None:  # trainers of other machines send weights to it
+        environment[TOKEN_FILE] = str(options.address.token_file)
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.pop(name)
+            if name in inherited:
+                environment[name] = inherited[name]
     if options.backend == "ipc":
         # Its handles are pickled. The socket lies in a directory of this user alone.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"

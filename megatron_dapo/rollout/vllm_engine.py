@@ -79,6 +79,7 @@ class VllmEngine:
             `wake_up` do nothing (CPU, or the engine has its own devices).
         in_flight: requests that run when an update comes finish on the old weights ("wait"), or
             go on with the new ones and carry both versions ("keep").
+        token: that the server asks for; None: it listens on a unix socket or loopback alone.
     """
 
     def __init__(
@@ -90,12 +91,15 @@ class VllmEngine:
         update_timeout_seconds: float = 600.0,
         sleep_mode: bool = False,
         in_flight: InFlight = "wait",
+        token: str | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.label = label or endpoint
         self.sleep_mode = sleep_mode
         self.in_flight = in_flight
-        self._http = EngineHttp(endpoint, label=self.label, timeout_seconds=request_timeout_seconds)
+        self._http = EngineHttp(
+            endpoint, label=self.label, timeout_seconds=request_timeout_seconds, token=token
+        )
         self._steps = self._http.within(update_timeout_seconds)
         self._init_info: Mapping[str, object] | None = None
         self._installed: list[str] = []

@@ -68,6 +68,9 @@ class VllmServer:
     @property
     def endpoint(self) -> str:
         """Address for `VllmEngine`; valid from `start` to `stop`."""
+        address = self.options.address
+        if address is not None:
+            return f"http://{address.host}:{address.port}"
         return f"unix:{self._socket()}"
 
     @property

@@ -152,6 +152,7 @@ EVERY_PHASE = (
 
 
 @SLOW
+@pytest.mark.timeout(3600)
 def test_a_run_that_is_stopped_in_every_phase_ends_as_one_that_never_was(
     start: Start, runs: Starter
 ) -> None:

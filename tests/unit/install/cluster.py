@@ -52,7 +52,13 @@ SRUN = """
 SCONTROL = """
     import os, pathlib, sys
     if sys.argv[1] == "show":
-        print("\\n".join(f"gpu{n:03d}" for n in range(3, 5)))
+        if sys.argv[2] == "job":
+            print("JobId=1000123 JobState=" + os.environ.get("JOB_STATE", "RUNNING"))
+        elif sys.argv[2] == "hostnames":
+            nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+            print("\\n".join(f"gpu{n:03d}" for n in range(3, 3 + nodes)))
+        else:
+            print("NodeName=" + sys.argv[3], "NodeAddr=" + sys.argv[3], "Port=6818")
     else:
         with (pathlib.Path(os.environ["RECORD"]) / "requeued").open("a") as file:
             file.write(" ".join(sys.argv[2:]) + "\\n")
@@ -75,9 +81,19 @@ TRAINER = """
     (record / f"rank{rank}").write_text(place + " " + " ".join(sys.argv[1:]))
     sys.exit(int(code))
 """
+ENGINE = """
+    import os, pathlib, sys, time
+    (told,) = (word for word in sys.argv if word.startswith("rollout.token_file="))
+    token = pathlib.Path(told.partition("=")[2])
+    mode = oct(token.stat().st_mode & 0o777)[2:]
+    (pathlib.Path(os.environ["RECORD"]) / "token").write_text(f"{mode} {token.read_text()}")
+    while token.exists():
+        time.sleep(0.05)
+"""
 PYTHON = """#!/bin/bash
 case "$2 ${{QUICK:-}}" in
   "megatron_dapo.train "*) exec {python} {folder}/trainer.py "${{@:3}}" ;;
+  "megatron_dapo.rollout.serve "*) exec {python} {folder}/engine.py "${{@:3}}" ;;
   "megatron_dapo.cli.main 1") exit 0 ;;
   "megatron_dapo.planning.job 1") exec cat {folder}/facts ;;
 esac
@@ -103,6 +119,7 @@ class Cluster:
         (folder / "venv" / "bin").mkdir(parents=True)
         cluster.record.mkdir()
         (folder / "trainer.py").write_text(textwrap.dedent(TRAINER))
+        (folder / "engine.py").write_text(textwrap.dedent(ENGINE))
         for name, source in (("srun", SRUN), ("scontrol", SCONTROL)):
             stub = folder / "bin" / name
             stub.write_text(f"#!{sys.executable}\n{textwrap.dedent(source)}")
@@ -110,9 +127,10 @@ class Cluster:
         cluster.write_python()
         return cluster
 
-    def write_python(self) -> None:
+    def write_python(self, engine_nodes: int = 0) -> None:
         """A `python` whose trainer is the stub; with QUICK set, pre-flight answers at once."""
-        config = load_config(self.config)
+        where = [f"rollout.engine_nodes={engine_nodes}", f"rollout.engines={max(1, engine_nodes)}"]
+        config = load_config(self.config, where)
         facts = job_facts(config, read_hf_config(config.model.path), 1000123)
         (self.folder / "facts").write_text("".join(f"{k}={v}\n" for k, v in facts.items()))
         python = self.folder / "venv" / "bin" / "python"

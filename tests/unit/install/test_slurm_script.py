@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.planning.ports import master_port
+from megatron_dapo.planning.ports import engine_port, master_port
 from tests.conftest import REPOSITORY
 from tests.unit.install.cluster import SCRIPT, SECRET, Cluster
 
@@ -40,9 +41,9 @@ def test_every_rank_is_told_where_to_meet(cluster: Cluster) -> None:
         ("143 143 75 143", 75, 1),
         ("0 0 78 143", 78, 0),
         ("78 1 1 143", 78, 0),
-        ("143 1 143 143", 1, 1),
-        ("143 143 143 143", 1, 1),
-        ("75 1 143 143", 1, 1),
+        ("143 1 143 143", 1, 0),
+        ("143 143 143 143", 1, 0),
+        ("75 1 143 143", 1, 0),
     ],
 )
 def test_the_ranks_codes_decide_what_becomes_of_the_job(
@@ -67,10 +68,10 @@ def test_the_restart_budget_ends_a_chain_of_preemptions(cluster: Cluster) -> Non
 
 def test_three_crashes_in_a_row_end_the_chain(cluster: Cluster) -> None:
     for attempt in range(3):
-        cluster.run("1 143 143 143", SLURM_RESTART_COUNT=str(attempt))
+        cluster.run("1 143 143 143", SLURM_RESTART_COUNT=str(attempt), MAX_CRASHES="3")
     assert cluster.requeued() == 2
     cluster.run("75 75 75 75")
-    cluster.run("1 143 143 143")
+    cluster.run("1 143 143 143", MAX_CRASHES="3")
     assert cluster.requeued() == 4, "a saved run starts the count of crashes anew"
 
 
@@ -79,7 +80,17 @@ def test_three_crashes_in_a_row_end_the_chain(cluster: Cluster) -> None:
     [
         ({}, ("parallel.tensor=3",), "parallel.tensor=3: must divide"),
         ({}, ("loss.clip_hihg=1",), "Did you mean loss.clip_high?"),
-        ({"SLURM_JOB_NUM_NODES": "3"}, (), "the job has 3 nodes, parallel.nodes is 2"),
+        ({"SLURM_JOB_NUM_NODES": "3"}, (), "the job has 3 nodes, parallel.nodes is 2 and"),
+        (
+            {},
+            (
+                "rollout.engine_nodes=1",
+                "rollout.remote_engines=true",
+                "rollout.placement=disaggregated",
+            ),
+            "the job has 2 nodes, parallel.nodes is 2 and rollout.engine_nodes is 1",
+        ),
+        ({}, ("rollout.engine_nodes=1",), "rollout.remote_engines=false"),
         ({"UNSEEN_NODE": "1"}, (), "is shared with 1 of 2 nodes"),
         ({"VENV": "/nonexistent"}, (), "holds no Python"),
     ],
@@ -114,6 +125,39 @@ def test_engines_get_a_step_of_their_own(cluster: Cluster) -> None:
     assert any("echo engine" in step and "--nodelist=gpu003" in step for step in steps)
     log = cluster.run_dir / "logs" / "attempt_0" / "engines.log"
     assert log.read_text() == "engine of node 0\n"
+
+
+def test_engines_get_nodes_of_their_own_and_the_trainers_their_addresses(cluster: Cluster) -> None:
+    cluster.write_python(engine_nodes=2)
+    code, output = cluster.run("0 0 0 0", SLURM_JOB_NUM_NODES="4", NODES="4")
+    assert code == 0, output
+    steps = (cluster.record / "srun.log").read_text().splitlines()
+    (engines,) = (step for step in steps if "megatron_dapo.rollout.serve" in step)
+    (trainers,) = (step for step in steps if "rank.sh" in step)
+    assert "--nodelist=gpu005,gpu006 --ntasks=2 --ntasks-per-node=1" in engines
+    assert "--nodelist=gpu003,gpu004" in trainers
+    first = engine_port(1000123)
+    endpoints = f"rollout.endpoints=[http://gpu005:{first},http://gpu006:{first + 1}]"
+    assert endpoints in trainers
+    assert f"--hosts gpu005,gpu006 --first-port {first}" in engines
+    (told,) = re.findall(r"rollout.token_file=(\S+)", trainers)
+    token = (cluster.record / "token").read_text()
+    assert re.fullmatch(r"600 [0-9a-f]{64}", token)
+    assert token.split()[1] not in output + "".join(steps)
+    assert not Path(told).exists(), "engines serve until it goes"
+
+
+def test_a_cancelled_job_is_not_queued_again(cluster: Cluster) -> None:
+    code, output = cluster.run("75 75 75 75", JOB_STATE="CANCELLED")
+    assert (code, cluster.requeued()) == (75, 0)
+    assert "the job was cancelled: not queued again" in output
+
+
+def test_the_configuration_may_be_the_first_argument(cluster: Cluster) -> None:
+    code, output = cluster.run("0 0 0 0", str(cluster.config), "optimizer.lr=1e-4", CONFIG="none")
+    assert code == 0, output
+    told = (cluster.record / "rank0").read_text()
+    assert told.endswith(f" --config {cluster.config} optimizer.lr=1e-4")
 
 
 def test_a_container_gets_the_data_and_the_repository(cluster: Cluster) -> None:
