@@ -38,7 +38,6 @@ KNOWN_COLUMNS = (
     Columns("input", "target"),  # MAWPS
     Columns("prompt", "ground_truth"),  # DeepMath
     Columns("prompt", "answer"),
-    Columns("problem", "solution"),
 )
 """Pairs of columns that are recognised, the first one that a row has."""
 

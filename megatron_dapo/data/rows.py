@@ -17,7 +17,6 @@ from megatron_dapo.data.row_formats import (
     Columns,
     find_columns,
     find_prompt_column,
-    holds,
     look_up,
 )
 
@@ -152,8 +151,7 @@ def _row(line: int, values: object, columns: Columns) -> Row:
     if columns.answer is not None:
         answer = _answer(_lookup(values, columns.answer, "answer"), columns.answer)
     source = values.get("data_source")
-    named = columns.index is not None and holds(values, columns.index)
-    index = look_up(values, columns.index) if named and columns.index is not None else None
+    index = _index(values, columns.index)
     return Row(
         line=line,
         messages=_messages(prompt, columns.prompt),
@@ -161,6 +159,15 @@ def _row(line: int, values: object, columns: Columns) -> Row:
         source=source if isinstance(source, str) else "",
         index=str(index) if isinstance(index, int | str) else None,
     )
+
+
+def _index(values: Mapping[str, object], column: str | None) -> object:
+    if column is None:
+        return None
+    try:
+        return look_up(values, column)
+    except KeyError:
+        return None
 
 
 def _lookup(values: Mapping[str, object], column: str, reason: BadReason) -> object:

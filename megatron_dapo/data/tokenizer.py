@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -32,7 +33,8 @@ class Tokenizer(Protocol):
         """Ids of `text`. Nothing is added; special tokens written in the text count as one."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, without special tokens and ids that the tokenizer lacks."""
+        """Text of `token_ids`, without special tokens and ids that the tokenizer lacks. From any
+        thread."""
 
     def apply_chat_template(self, messages: Sequence[Message]) -> str:
         """Conversation as text, ending where the assistant's answer begins."""
@@ -46,6 +48,7 @@ class HuggingFaceTokenizer:
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
         self._folder = folder
+        self._decoding = threading.Lock()
 
     @property
     def eos_id(self) -> int | None:
@@ -63,9 +66,10 @@ class HuggingFaceTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        with self._decoding:  # not every tokenizer may be used from two threads
+            text = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         assert isinstance(text, str), "one sequence of ids decodes to one text"
         return text
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.config.heldout import HeldoutFile, heldout_files
@@ -20,6 +17,7 @@ from megatron_dapo.reward.grade import grade_response
 from megatron_dapo.reward.grader_pool import GraderPool
 from megatron_dapo.rollout.dispatch import Dispatcher, gather_or_cancel
 from megatron_dapo.rollout.engine import Engine, GenerationRequest
+from megatron_dapo.rollout.grading import Decode, ThreadedGrader
 from megatron_dapo.rollout.seeds import sample_seed
 from megatron_dapo.types import Group, Prompt, Response, Reward
 
@@ -91,7 +89,8 @@ class HeldoutSampling:
     """Samples and grades held-out sets; the same object for every evaluation of a run."""
 
     sets: tuple[HeldoutSet, ...]
-    decode: Callable[[Sequence[int]], str]
+    decode: Decode
+    """From several threads at once."""
     stop_token_ids: tuple[int, ...]
     max_response_tokens: int
     max_concurrent: int
@@ -123,24 +122,27 @@ class HeldoutSampling:
             EngineError: an engine refuses, or none is left.
         """
         dispatcher = Dispatcher(engines, self.max_concurrent)
-        with ThreadPoolExecutor(self.grader_threads, thread_name_prefix="heldout") as threads:
-            grader = _Grader(self, threads)
+        graders = {found.name: self._grader(found) for found in self.sets}
 
-            async def sampled(found: HeldoutSet, row: int, index: int) -> tuple[Response, Reward]:
-                request = self._request(found, step, row, index)
-                response = await _respond(dispatcher, found.prompts[row], request, index)
-                _check_version(response, step, policy_version)
-                graded = await grader(found, found.prompts[row], response)
-                on_response(found.name)
-                return graded
+        async def sampled(found: HeldoutSet, row: int, index: int) -> tuple[Response, Reward]:
+            request = self._request(found, step, row, index)
+            response = await _respond(dispatcher, found.prompts[row], request, index)
+            _check_version(response, step, policy_version)
+            graded = await graders[found.name](found.prompts[row], response)
+            on_response(found.name)
+            return graded
 
-            work = [
-                sampled(found, row, index)
-                for found in self.sets
-                for row in range(len(found.prompts))
-                for index in range(found.file.samples_per_prompt)
-            ]
+        work = [
+            sampled(found, row, index)
+            for found in self.sets
+            for row in range(len(found.prompts))
+            for index in range(found.file.samples_per_prompt)
+        ]
+        try:
             flat = iter(await gather_or_cancel(work))
+        finally:
+            for grader in graders.values():
+                grader.close()
         return {
             found.name: [
                 _group(prompt, [next(flat) for _ in range(found.file.samples_per_prompt)])
@@ -152,6 +154,15 @@ class HeldoutSampling:
     def expected_responses(self) -> Mapping[str, int]:
         """Responses of each set."""
         return {s.name: len(s.prompts) * s.file.samples_per_prompt for s in self.sets}
+
+    def _grader(self, found: HeldoutSet) -> ThreadedGrader:
+        grade = partial(
+            grade_response,
+            config=found.file.reward,
+            max_response_tokens=self.max_response_tokens,
+            pool=self.graders,
+        )
+        return ThreadedGrader(grade, self.decode, self.grader_threads)
 
     def _request(self, found: HeldoutSet, step: int, row: int, index: int) -> GenerationRequest:
         event = f"{found.name}/{row}"
@@ -165,36 +176,6 @@ class HeldoutSampling:
             stop_token_ids=self.stop_token_ids,
             request_id=f"evaluate-{step}-{event}-{index}",
         )
-
-
-class _Grader:
-    """Decodes and grades in threads beside the event loop."""
-
-    def __init__(self, sampling: HeldoutSampling, threads: ThreadPoolExecutor) -> None:
-        self._sampling = sampling
-        self._threads = threads
-        self._decoding = threading.Lock()
-
-    async def __call__(
-        self, found: HeldoutSet, prompt: Prompt, response: Response
-    ) -> tuple[Response, Reward]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._work, found, prompt, response)
-
-    def _work(
-        self, found: HeldoutSet, prompt: Prompt, response: Response
-    ) -> tuple[Response, Reward]:
-        with self._decoding:  # not every tokenizer may be used from two threads
-            text = self._sampling.decode(response.token_ids)
-        response = dataclasses.replace(response, text=text)
-        reward = grade_response(
-            prompt,
-            response,
-            found.file.reward,
-            max_response_tokens=self._sampling.max_response_tokens,
-            pool=self._sampling.graders,
-        )
-        return response, reward
 
 
 async def _respond(

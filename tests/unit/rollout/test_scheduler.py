@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.engine import EngineError, GenerationRequest
 from megatron_dapo.rollout.member_sampler import EnginesLost
-from megatron_dapo.rollout.sampler import RolloutStep, SamplingPlan, generate_all
+from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.selection import NotEnoughGroups
 from megatron_dapo.types import FinishReason, Prompt, Response, Reward
 from tests.unit.rollout.fake_engine import STOP, FakeEngine, Source, decode, grade
@@ -242,27 +241,3 @@ def test_metrics_speak_of_all_generated_responses() -> None:
     }
     assert {name: step.metrics[name] for name in expected} == pytest.approx(expected)
     assert lengths[0] <= step.metrics["response_length/p95"] <= lengths[-1]
-
-
-def test_evaluation_samples_k_times_in_prompt_order_with_seeds_of_its_own() -> None:
-    engine = FakeEngine(version=6)
-    plan = SamplingPlan(
-        temperature=0.6,
-        top_p=0.7,
-        max_tokens=99,
-        stop_token_ids=(STOP,),
-        group_size=3,
-        seed=0,
-        step=1,
-        policy_version=6,
-        purpose="evaluate",
-    )
-    prompts = Source((50,)).take(5)
-    answers = asyncio.run(generate_all([engine], prompts, decode, plan, max_concurrent=4))
-    assert [[r.prompt_id for r in row] for row in answers] == [[p.id] * 3 for p in prompts]
-    assert [r.sample_index for r in answers[0]] == [0, 1, 2]
-    seeds = {request.seed for request in engine.requests}
-    assert len(seeds) == 15
-    training = replace(plan, purpose="train")
-    assert not seeds & {training.request(prompts[0], e, i).seed for e in range(5) for i in range(3)}
-    assert {(r.temperature, r.top_p, r.max_tokens) for r in engine.requests} == {(0.6, 0.7, 99)}
