@@ -20,7 +20,8 @@ ENGINE_GAP = 1e-3
 """Largest mean difference of probabilities between trainer and engine; in float32 it is ~1e-8."""
 LOGPROB_GAP = 1e-4
 """Largest difference of a log-prob. Random text is so improbable that the other hides a lot."""
-CLOCKS = ("timing_s/", "perf/", "rollout/")
+CLOCKS = ("timing_s/", "perf/", "rollout/", "filter/put_back", "filter/discarded")
+"""Also what was sampled in vain: whatever was finished when the step had its groups."""
 QUICK_RUNS = ["qwen2_tied pp2", "qwen2_tied tp2 pp2", "qwen3_moe ep2 dp2"]
 SLOW_RUNS = ["qwen2_tied vpp2", "qwen2_tied cp2 kl", "qwen2_tied tp2 ppo"]
 SLOW_RUNS += ["qwen3_moe tp2", "qwen3 tp2", "qwen2 dp2"]
