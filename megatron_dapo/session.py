@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from pathlib import Path
+from typing import Literal, TypeVar, cast
 
 import torch.distributed as dist
+from pydantic import JsonValue
 from transformers import AutoConfig
 
 from megatron_dapo import device
-from megatron_dapo.checkpoint.commit import CHECKPOINTS, MANIFEST_FILE, newest_complete, step_of
+from megatron_dapo.checkpoint.commit import CHECKPOINTS
+from megatron_dapo.checkpoint.completion import RUN, is_complete, restore_run_record
+from megatron_dapo.checkpoint.find import find_checkpoint
+from megatron_dapo.checkpoint.identity import check_identity, run_identity
+from megatron_dapo.checkpoint.keeper import CheckpointKeeper
+from megatron_dapo.checkpoint.run_lock import RunLock
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.config.endpoint_checks import missing_endpoints
+from megatron_dapo.observability.run_files import read_run_record
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.watchdog import Watchdog
+from megatron_dapo.parallel.collectives import from_rank_0
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.launch_env import LaunchEnv, init_process_group, read_launch_env
 from megatron_dapo.parallel.stop import StopRequest
@@ -27,62 +37,71 @@ from megatron_dapo.policy.trained_model import SkippedUpdates
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.open_bridge import open_bridge
 from megatron_dapo.rollout.driver import RolloutDriver
-from megatron_dapo.trainer import HF_FOLDER, Trainer
+from megatron_dapo.trainer import Trainer
 
+ValueT = TypeVar("ValueT")
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """Where the ranks of a run stand once they have met, before anything is built."""
+
+    config: RunConfig
+    environment: LaunchEnv
+    parallel: ParallelContext
+    stop: StopRequest
+    watchdog: Watchdog
+    start_from: Path | None
+    """Verified checkpoint to go on from, the same on every rank."""
+    complete: bool
+    """Nothing is left to do; the same on every rank."""
+
+    @property
+    def is_rank_0(self) -> bool:
+        return self.environment.rank == 0
 
 
 def train(config: RunConfig, stop: StopRequest) -> bool:
     """Run the rank that the environment names; False when it saved and stopped before the end."""
-    if is_complete(config):
-        steps = config.training.steps
-        logger.warning("%s is already complete: %d steps are done", config.run_dir, steps)
-        return True
     problems = list(missing_endpoints(config))
     if problems:
         raise ConfigError(problems)
-    environment = read_launch_env(os.environ)
-    with open_trainer(config, environment, stop) as trainer:
-        return trainer.run()
-
-
-def is_complete(config: RunConfig) -> bool:
-    """True when the last step is saved and, where asked for, exported. Every rank sees the same."""
-    checkpoint = newest_complete(config.run_dir / CHECKPOINTS)
-    if checkpoint is None or step_of(checkpoint) < config.training.steps:
-        return False
-    exported = config.run_dir / HF_FOLDER / "config.json"
-    return not config.checkpoint.export_hf or (
-        exported.is_file()
-        and exported.stat().st_mtime >= (checkpoint / MANIFEST_FILE).stat().st_mtime
-    )
+    with open_run(config, read_launch_env(os.environ), stop) as run:
+        if run.complete:
+            steps = config.training.steps
+            logger.warning("%s is already complete: %d steps are done", config.run_dir, steps)
+            return True
+        with open_parts(run) as trainer:
+            return trainer.run()
 
 
 @contextmanager
 def open_trainer(
     config: RunConfig, environment: LaunchEnv, stop: StopRequest | None = None
 ) -> Iterator[Trainer]:
-    """Everything that a rank owns, in order of need; released in reverse, whatever happens.
+    """This rank of a run that is not complete, ready to train; released whatever happens."""
+    with open_run(config, environment, stop or StopRequest()) as run, open_parts(run) as trainer:
+        yield trainer
 
-    Engines start first, on global rank 0: they load while Megatron does.
+
+@contextmanager
+def open_run(config: RunConfig, environment: LaunchEnv, stop: StopRequest) -> Iterator[RunStart]:
+    """The run directory, owned by global rank 0; all ranks met; the checkpoint to go on from.
+
+    Every rank calls it. Global rank 0 decides what all of them do.
 
     Args:
-        stop: hears this process's signals; default: nothing asks the trainer to stop.
+        stop: hears this process's signals.
+
+    Raises:
+        ConfigError: another run lives in the directory, or it holds more steps than this run.
+        RuntimeError: its checkpoints are damaged.
     """
-    stop = stop or StopRequest()
-    where = device.select(config.device, local_rank=environment.local_rank)
-    kind: Literal["cpu", "cuda"] = "cuda" if where.type == "cuda" else "cpu"
-    hf_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
+    device.select(config.device, local_rank=environment.local_rank)
     with ExitStack() as stack:
-        rollouts = sinks = None
         if environment.rank == 0:
-            rollouts = RolloutDriver(config, device=kind)
-            stack.callback(rollouts.close)
-            rollouts.start()
-            sinks = Sinks.open(config)
-            stack.callback(sinks.close)
+            stack.enter_context(RunLock(config.run_dir, os.environ))
         watchdog = Watchdog(
             config.run_dir / "logs",
             environment.rank,
@@ -91,9 +110,36 @@ def open_trainer(
         )
         stack.callback(watchdog.close)
         parallel = join_ranks(config, environment)
-        watchdog.start(None if rollouts is None else lambda: rollouts.responses)
         stop.share(dist.distributed_c10d._get_default_store(), environment.world_size)
         stack.callback(parallel.destroy)
+        control = parallel.control_group
+        found = find_checkpoint(config.run_dir / CHECKPOINTS, control)
+        complete = decided_by_rank_0(lambda: is_complete(config, found), control)
+        yield RunStart(config, environment, parallel, stop, watchdog, found, complete)
+
+
+@contextmanager
+def open_parts(run: RunStart) -> Iterator[Trainer]:
+    """Everything that a rank owns, in order of need; released in reverse, whatever happens.
+
+    Engines start first, on global rank 0: they load while Megatron does.
+
+    Raises:
+        ConfigError: on every rank: model, prompts or reward plug-in cannot be used, or are not
+            those that the checkpoint was trained with.
+    """
+    config, parallel = run.config, run.parallel
+    hf_config = AutoConfig.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    with ExitStack() as stack:
+        rollouts, constants = _open_rollouts(run, stack)
+        sinks = None
+        if run.is_rank_0:
+            sinks = Sinks.open(config)
+            stack.callback(sinks.close)
+            constants |= {RUN: dict(read_run_record(config.run_dir))}
+        run.watchdog.start(None if rollouts is None else lambda: rollouts.responses)
         policy = Policy.build(config, hf_config, parallel)
         try:
             load_hf_weights(policy.chunks, hf_config, config.model.path, parallel)
@@ -117,6 +163,16 @@ def open_trainer(
             if bridge.directory is not None:
                 rollouts.remove_when_orphaned(bridge.directory)
             rollouts.wait_ready()
+        checkpoints = CheckpointKeeper(
+            config.run_dir / CHECKPOINTS,
+            config.checkpoint,
+            parallel,
+            policy.chunks,
+            policy.optimizer,
+            critic,
+            constants,
+        )
+        stack.callback(checkpoints.close)
         yield Trainer(
             config=config,
             hf_config=hf_config,
@@ -127,9 +183,53 @@ def open_trainer(
             rollouts=rollouts,
             sinks=sinks,
             skipped=SkippedUpdates(config.training.stop_after_skipped),
-            stop=stop,
-            watchdog=watchdog,
+            watchdog=run.watchdog,
+            checkpoints=checkpoints,
+            start_from=run.start_from,
+            stop=run.stop,
         )
+
+
+def _open_rollouts(
+    run: RunStart, stack: ExitStack
+) -> tuple[RolloutDriver | None, dict[str, JsonValue]]:
+    """Rollouts that have been started, and what their checkpoints say of the run; on rank 0."""
+    kind: Literal["cpu", "cuda"] = "cuda" if device.current().type == "cuda" else "cpu"
+
+    opened: list[tuple[RolloutDriver, dict[str, JsonValue]]] = []
+
+    def open_them() -> None:
+        rollouts = RolloutDriver(run.config, device=kind)
+        stack.callback(rollouts.close)
+        identity = run_identity(run.config, rollouts.prompts_fingerprint)
+        if run.start_from is not None:
+            check_identity(run.start_from, identity)
+            restore_run_record(run.config.run_dir, run.start_from)
+        opened.append((rollouts, identity))
+
+    decided_by_rank_0(open_them, run.parallel.control_group)
+    for rollouts, _ in opened:
+        rollouts.start()
+    return opened[0] if opened else (None, {})
+
+
+def decided_by_rank_0(decide: Callable[[], ValueT], group: dist.ProcessGroup) -> ValueT:
+    """What `decide` gives on global rank 0, on every rank. Every rank calls it.
+
+    Raises:
+        ConfigError: on every rank, what `decide` raised.
+    """
+    value: ValueT | None = None
+    problems: tuple[str, ...] = ()
+    if dist.get_rank() == 0:
+        try:
+            value = decide()
+        except ConfigError as error:
+            problems = error.problems
+    value, problems = from_rank_0((value, problems), group)
+    if problems:
+        raise ConfigError(problems)
+    return cast(ValueT, value)
 
 
 def join_ranks(config: RunConfig, environment: LaunchEnv) -> ParallelContext:

@@ -3,8 +3,7 @@
 Started by `megatron-dapo train` on one machine, or by srun or torchrun, one task per device.
 SIGTERM or SIGUSR1 on any rank: all stop generating, finish updates that have begun, save, and exit
 with 75. SIGINT: exit at once, with 130, leaving no process, socket or shared memory.
-This module stays light and guarded: saving a checkpoint starts helper processes that import
-it again.
+The heavy imports come after the signal handlers: a rank that is asked to stop early says so.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, _unwind)
     quiet_logs()
 
-    # Imported here: a checkpoint's helper process imports this module and needs none of it.
     from megatron_dapo.parallel.stop import StopRequest
 
     stop = StopRequest()

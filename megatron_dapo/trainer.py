@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from pydantic import JsonValue
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -26,14 +26,9 @@ from transformers import PretrainedConfig
 from megatron_dapo import device
 from megatron_dapo.batch.packing import pack_update, pad_multiple, split_updates
 from megatron_dapo.batch.rollout_batch import build_rollout_batch, from_tensors
-from megatron_dapo.checkpoint.commit import (
-    CHECKPOINTS,
-    newest_complete,
-    step_folder,
-    step_of,
-)
+from megatron_dapo.checkpoint.completion import HF_FOLDER, note_completion
 from megatron_dapo.checkpoint.export import write_hf_folder
-from megatron_dapo.checkpoint.state import holds_optimizer, load_checkpoint, save_checkpoint
+from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.config import RunConfig
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
 from megatron_dapo.evaluation.set_report import report_set, reports_json
@@ -57,9 +52,8 @@ from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.types import MicroBatch, RolloutBatch
 
 logger = logging.getLogger(__name__)
-HF_FOLDER = "hf"
-OWED = "owed"
-"""In a checkpoint: its weights have not gone to the engines, or were not evaluated."""
+ROLLOUT, TRAINER = "rollout", "trainer"
+"""States of a checkpoint."""
 
 
 @dataclass
@@ -77,6 +71,9 @@ class Trainer:
     sinks: Sinks | None
     skipped: SkippedUpdates
     watchdog: Watchdog
+    checkpoints: CheckpointKeeper
+    start_from: Path | None
+    """Verified checkpoint that the run goes on from."""
     policy_version: int = 0
     """Rollout steps that the weights have been trained for; stamped on every response."""
     stop: StopRequest = field(default_factory=StopRequest)
@@ -84,6 +81,8 @@ class Trainer:
     owed: bool = False
     """A stop cut the last step short after its updates: `_start` makes up for it."""
     saved_step: int = 0
+    last_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the last step, on global rank 0."""
 
     def run(self) -> bool:
         """Train from where the run directory stands to `training.steps`, then export.
@@ -91,18 +90,18 @@ class Trainer:
         Returns:
             False when asked to save and stop before the last step; the run goes on from there.
         """
-        first = self.resume() + 1
-        if first > self.config.training.steps and not self.owed:
+        done = self.resume()
+        if not steps_to_run(done, self.config.training.steps) and not self.owed:
             self.finish()  # stopped after its last checkpoint
             return True
-        self._start(first - 1)
-        for step in range(first, self.config.training.steps + 1):
+        self._start(done)
+        for step in steps_to_run(done, self.config.training.steps):
             before = None if self.rollouts is None else self.rollouts.snapshot()
             if not self.step(step):
                 return self._leave(step - 1, {} if before is None else before())
             stop = self.stop.agreed(self.parallel.control_group)
             if stop or self._due(step, self.config.checkpoint.every):
-                self.save(step)
+                self.save(step, must_succeed=stop or step == self.config.training.steps)
             if stop and (step < self.config.training.steps or self.owed):
                 return self._leave(step)
         self.finish()
@@ -127,7 +126,8 @@ class Trainer:
     def _leave(self, step: int, state: Mapping[str, JsonValue] | None = None) -> bool:
         """Stop after `step`, saved with the rollouts' `state` of then; False for `run`."""
         if step > self.saved_step:
-            self.save(step, state)
+            self.save(step, state, must_succeed=True)
+        self.checkpoints.settle(wait=True, must_succeed=True)
         logger.warning(
             "stopped: %s", f"step {step} is saved" if step else "nothing was trained yet"
         )
@@ -139,6 +139,7 @@ class Trainer:
         Returns:
             False when asked to stop before the first update: nothing of the step counts.
         """
+        self.checkpoints.settle()
         timer, bag = PhaseTimer(notify=partial(self.watchdog.enter, step)), MetricBag()
         with timer.phase("gen"):
             rollout = self._collect(step)
@@ -286,60 +287,52 @@ class Trainer:
     def _rollout_state(self) -> Mapping[str, JsonValue]:
         return {} if self.rollouts is None else self.rollouts.state_dict()
 
-    def save(self, step: int, state: Mapping[str, JsonValue] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, JsonValue] | None = None,
+        *,
+        must_succeed: bool = False,
+    ) -> None:
         """A checkpoint of everything that going on from `step` needs. Collective.
 
         Args:
             state: of the rollouts after `step`; default: as they are.
+            must_succeed: whatever checkpoint.on_failure says; then it is complete on return.
         """
         self.watchdog.enter(step, "saving")
+        mine: dict[str, JsonValue] = {"owed": self.owed, "skipped": dict(self.skipped.in_a_row)}
+        rollout = dict(self._rollout_state() if state is None else state)
         with SignalsHeld():
-            save_checkpoint(
-                self.config.run_dir / CHECKPOINTS,
+            self.checkpoints.save(
                 step,
-                chunks=self.policy.chunks,
-                optimizer=self.policy.optimizer,
-                parallel=self.parallel,
-                state={**(state or self._rollout_state()), OWED: self.owed},
-                keep=self.config.checkpoint.keep,
-                critic=self.critic,
+                {ROLLOUT: rollout, TRAINER: mine},
+                metrics=self.last_metrics,
+                must_succeed=must_succeed,
             )
         self.saved_step = step
 
     def resume(self) -> int:
-        """Load the newest complete checkpoint and return its step; 0 without one. Collective.
+        """Load the checkpoint that was chosen and return its step; 0 without one. Collective.
 
         Weights alone (from `megatron-dapo convert`) are a start at step 0, with a new optimizer.
         """
-        checkpoint = self._checkpoint_to_resume()
-        if checkpoint is None:
+        if self.start_from is None:
             return 0
-        continues = holds_optimizer(checkpoint)
-        restored = load_checkpoint(
-            checkpoint,
-            chunks=self.policy.chunks,
-            optimizer=self.policy.optimizer if continues else None,
-            parallel=self.parallel,
-            critic=self.critic if continues else None,
-        )
-        if not continues:
+        restored, continues = self.checkpoints.restore(self.start_from)
+        if continues:
+            mine = cast(dict[str, Any], restored.state[TRAINER])
+            self.owed = mine["owed"]
+            self.skipped.in_a_row.update(mine["skipped"])
+            if self.rollouts is not None:
+                self.rollouts.load_state_dict(cast(dict[str, Any], restored.state[ROLLOUT]))
+        else:
             self.policy.weights_loaded()
             if self.critic is not None:
                 self.critic.start_from(self.policy.chunks)
-        elif self.rollouts is not None:
-            self.rollouts.load_state_dict(restored.state)
-        self.owed = bool(restored.state.get(OWED, False))
         self.policy_version = self.saved_step = restored.step
-        logger.info("start from %s", checkpoint)
+        logger.info("start from %s", self.start_from)
         return restored.step
-
-    def _checkpoint_to_resume(self) -> Path | None:
-        """What global rank 0 finds is what all load: a shared file system may lag."""
-        folder = self.config.run_dir / CHECKPOINTS
-        newest = newest_complete(folder) if self.parallel.rank == 0 else None
-        found = torch.tensor(-1 if newest is None else step_of(newest))
-        dist.broadcast(found, 0, group=self.parallel.control_group)
-        return None if found < 0 else step_folder(folder, int(found))
 
     def finish(self) -> None:
         """Write the Hugging Face folder and the report. Collective."""
@@ -355,6 +348,8 @@ class Trainer:
                 tokenizer_folder=self.config.model.tokenizer,
                 overwrite=True,
             )
+        if self.parallel.rank == 0:
+            note_completion(self.config, self.saved_step)
         if self.sinks is not None:
             self.sinks.finish()
 
@@ -388,5 +383,11 @@ class Trainer:
             "training/policy_version": float(self.policy_version),
         }
         metrics = merged.values() | rollout.metrics | dict(others) | timing | performance
-        self.sinks.log(step, metrics)
+        self.last_metrics = metrics | self.checkpoints.metrics()
+        self.sinks.log(step, self.last_metrics)
         self.sinks.log_samples(step, rollout.groups)
+
+
+def steps_to_run(done: int, steps: int) -> range:
+    """Rollout steps that are left of `training.steps` after `done` of them."""
+    return range(done + 1, steps + 1)

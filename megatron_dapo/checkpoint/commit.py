@@ -161,7 +161,10 @@ def commit(folder: Path, step: int, records: Mapping[str, FileRecord]) -> Path:
     for directory in (*(path for path in unfinished.rglob("*") if path.is_dir()), unfinished):
         sync_directory(directory)
     _put_in_place(folder, step)
-    replace_durably(folder / POINTER_FILE, final.name + "\n")
+    try:
+        replace_durably(folder / POINTER_FILE, final.name + "\n")
+    except OSError as error:
+        logger.warning("%s is complete, %s does not name it: %s", final, POINTER_FILE, error)
     return final
 
 
@@ -169,10 +172,15 @@ def _put_in_place(folder: Path, step: int) -> None:
     final, replaced = step_folder(folder, step), _aside(folder, step, "old")
     if final.exists():
         final.rename(replaced)
-    unfinished_folder(folder, step).rename(final)
+    try:
+        unfinished_folder(folder, step).rename(final)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(final)
+        raise
     sync_directory(folder)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _manifest_text(step: int, records: Mapping[str, FileRecord]) -> str:

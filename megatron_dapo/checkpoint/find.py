@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -21,9 +20,9 @@ from megatron_dapo.checkpoint.commit import (
     step_folder,
 )
 from megatron_dapo.checkpoint.durable_files import FileRecord, content_faults
+from megatron_dapo.parallel.collectives import from_rank_0
 
 logger = logging.getLogger(__name__)
-ValueT = TypeVar("ValueT")
 _OWNER = re.compile(r"(?:__|rank_)(\d+)")
 """Which rank wrote a file, in its name: `__3_0.distcp`, `rank_00003.pt`."""
 
@@ -41,7 +40,7 @@ def find_checkpoint(folder: Path, group: ProcessGroup) -> Path | None:
     if dist.get_rank(group) == 0:
         clear_leftovers(folder)
     while True:
-        step = _from_rank_0(_newest(folder) if dist.get_rank(group) == 0 else None, group)
+        step = from_rank_0(_newest(folder) if dist.get_rank(group) == 0 else None, group)
         if step is None:
             break
         checkpoint = step_folder(folder, step)
@@ -50,7 +49,7 @@ def find_checkpoint(folder: Path, group: ProcessGroup) -> Path | None:
             return checkpoint
         if dist.get_rank(group) == 0:
             set_aside(checkpoint, faults[0])
-    corrupt = _from_rank_0(list_corrupt(folder) if dist.get_rank(group) == 0 else None, group)
+    corrupt = from_rank_0(list_corrupt(folder) if dist.get_rank(group) == 0 else None, group)
     if corrupt:
         raise RuntimeError(
             f"no checkpoint in {folder} can be trusted: {', '.join(path.name for path in corrupt)} "
@@ -64,7 +63,7 @@ def damage_found_together(checkpoint: Path, group: ProcessGroup) -> list[str]:
     """Faults of a checkpoint, the same on every rank; the ranks share the reading. Collective."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     mine: list[str] = find_faults(checkpoint) if rank == 0 else []
-    mine = _from_rank_0(mine, group)
+    mine = from_rank_0(mine, group)
     if not mine:
         try:
             mine = list(content_faults(checkpoint, _share(read_manifest(checkpoint), rank, world)))
@@ -84,12 +83,6 @@ def _newest(folder: Path) -> int | None:
             return step
         set_aside(checkpoint, faults[0])
     return None
-
-
-def _from_rank_0(value: ValueT, group: ProcessGroup) -> ValueT:
-    box = [value]
-    dist.broadcast_object_list(box, group_src=0, group=group)
-    return box[0]
 
 
 def _share(records: Mapping[str, FileRecord], rank: int, world: int) -> dict[str, FileRecord]:

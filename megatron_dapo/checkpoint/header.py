@@ -69,6 +69,13 @@ def state_files(state: Mapping[str, JsonValue]) -> dict[str, bytes]:
     return {f"{STATES}/{name}.json": json.dumps(value).encode() for name, value in state.items()}
 
 
+def read_state(checkpoint: Path, name: str) -> JsonValue:
+    """One named state; None where the checkpoint has none of that name."""
+    path = checkpoint / STATES / f"{name}.json"
+    state: JsonValue = json.loads(path.read_text()) if path.is_file() else None
+    return state
+
+
 def read_states(checkpoint: Path) -> dict[str, JsonValue]:
     """Every named state of a checkpoint."""
     files = sorted((checkpoint / STATES).glob("*.json"))

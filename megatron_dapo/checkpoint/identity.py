@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from megatron_dapo.checkpoint.header import STATES, read_states
+from megatron_dapo.checkpoint.header import read_header, read_state
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.config.redact import redact
 from megatron_dapo.config.versions import installed_versions
@@ -54,20 +54,22 @@ def check_identity(checkpoint: Path, here: Mapping[str, JsonValue]) -> None:
         here: of `run_identity`.
 
     Raises:
-        ConfigError: seed, prompts or model differ; names both values.
+        ConfigError: seed, prompts or model differ, named with both values; or another version
+            of this package wrote the checkpoint in another format.
     """
-    if not (checkpoint / STATES / f"{IDENTITY}.json").is_file():
+    read_header(checkpoint)
+    identity = read_state(checkpoint, IDENTITY)
+    if identity is None:
         return
-    there = read_states(checkpoint)
-    problems = list(_mismatches(checkpoint, there[IDENTITY], here[IDENTITY]))
+    problems = list(_mismatches(checkpoint, identity, here[IDENTITY]))
     if problems:
         raise ConfigError(problems)
-    for key, before, now in _changes(there[CONFIG], here[CONFIG]):
+    for key, before, now in _changes(read_state(checkpoint, CONFIG), here[CONFIG]):
         if not key.startswith(NOT_COMPARED):
             logger.warning(
                 "%s: %s was %s, it is %s from here on", checkpoint.name, key, before, now
             )
-    for key, before, now in _changes(there[VERSIONS], here[VERSIONS]):
+    for key, before, now in _changes(read_state(checkpoint, VERSIONS), here[VERSIONS]):
         logger.warning("%s was made with %s %s, this is %s", checkpoint.name, key, before, now)
 
 

@@ -51,6 +51,8 @@ class CheckpointKeeper:
     chunks: Sequence[GPTModel]
     optimizer: ChainedOptimizer
     critic: Critic | None = None
+    constants: Mapping[str, JsonValue] = field(default_factory=dict)
+    """States by name that every checkpoint of the run holds, on global rank 0."""
     failures: int = 0
     """Saves that failed since the start."""
     blocked_seconds: float = 0.0
@@ -85,7 +87,7 @@ class CheckpointKeeper:
             step,
             chunks=self.chunks,
             optimizer=self.optimizer,
-            state=state,
+            state={**self.constants, **state},
             parallel=self.parallel,
             copy=background,
             critic=self.critic,

@@ -1,8 +1,4 @@
-"""One rank of a conversion: `python -m megatron_dapo.cli.convert_rank`, started by `convert`.
-
-This module stays light and guarded: saving a checkpoint starts helper processes that import
-it again.
-"""
+"""One rank of a conversion: `python -m megatron_dapo.cli.convert_rank`, started by `convert`."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     quiet_logs()
 
-    # Imported here: a checkpoint's helper process imports this module and needs none of it.
     from transformers import AutoConfig
 
     from megatron_dapo import device

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+ValueT = TypeVar("ValueT")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -17,6 +19,13 @@ _DTYPES = {
         torch.bfloat16, torch.float16, torch.float32, torch.float64,
     )
 }  # fmt: skip
+
+
+def from_rank_0(value: ValueT, group: dist.ProcessGroup) -> ValueT:
+    """Rank 0's value on every rank of `group`, pickled: decisions and messages, no tensors."""
+    box = [value]
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    return box[0]
 
 
 def broadcast_tensors(

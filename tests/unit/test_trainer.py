@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,56 +11,13 @@ import pytest
 import torch.distributed as dist
 from pydantic import JsonValue
 
-from megatron_dapo.checkpoint.commit import CHECKPOINTS, commit, unfinished_folder
-from megatron_dapo.config import RunConfig
 from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.stop import StopRequest
-from megatron_dapo.session import is_complete
-from megatron_dapo.trainer import HF_FOLDER, Trainer
+from megatron_dapo.trainer import Trainer, steps_to_run
 from tests.unit.config.runs import make_config
+from tests.unit.handed import Case, handed_cases
 
 STEPS = 4
-
-
-def config_of(folder: Path, **sections: dict[str, object]) -> RunConfig:
-    config = make_config(training={"steps": STEPS}, **sections)
-    return config.model_copy(update={"run_dir": folder})
-
-
-def save(folder: Path, step: int) -> None:
-    checkpoints = folder / CHECKPOINTS
-    unfinished_folder(checkpoints, step).mkdir(parents=True)
-    commit(checkpoints, step, {})
-
-
-def export(folder: Path, *, seconds_later: float) -> None:
-    (folder / HF_FOLDER).mkdir()
-    file = folder / HF_FOLDER / "config.json"
-    file.write_text("{}")
-    saved = max(path.stat().st_mtime for path in folder.glob(f"{CHECKPOINTS}/*/manifest.json"))
-    os.utime(file, (saved + seconds_later, saved + seconds_later))
-
-
-def test_a_run_is_complete_once_its_last_step_is_saved_and_exported(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    assert not is_complete(config)
-    save(tmp_path, STEPS - 1)
-    assert not is_complete(config)
-    save(tmp_path, STEPS)
-    assert not is_complete(config)
-    export(tmp_path, seconds_later=1)
-    assert is_complete(config)
-
-
-def test_an_export_of_an_earlier_step_does_not_complete_a_run(tmp_path: Path) -> None:
-    save(tmp_path, STEPS)
-    export(tmp_path, seconds_later=-60)
-    assert not is_complete(config_of(tmp_path))
-
-
-def test_a_run_without_export_is_complete_with_its_last_checkpoint(tmp_path: Path) -> None:
-    save(tmp_path, STEPS)
-    assert is_complete(config_of(tmp_path, checkpoint={"export_hf": False}))
 
 
 @dataclass
@@ -74,6 +30,7 @@ class Diary(Trainer):
     evaluation_due_at: int | None = None
     owes: bool = False
     notes: list[str] = field(default_factory=list)
+    must_succeed: list[bool] = field(default_factory=list)
 
     def resume(self) -> int:
         self.owed = self.owes
@@ -98,12 +55,26 @@ class Diary(Trainer):
             self.owed = step == self.evaluation_due_at
         return True
 
-    def save(self, step: int, state: Mapping[str, JsonValue] | None = None) -> None:
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, JsonValue] | None = None,
+        *,
+        must_succeed: bool = False,
+    ) -> None:
         self.notes.append(f"save {step}" + (" as before" if state is not None else ""))
         self.saved_step = step
+        self.must_succeed.append(must_succeed)
 
     def finish(self) -> None:
         self.notes.append("finish")
+
+
+class NothingUnderWay:
+    """Checkpoints that are all written."""
+
+    def settle(self, *, wait: bool, must_succeed: bool) -> None:
+        assert wait and must_succeed, "a run that says it has saved must have"
 
 
 @dataclass
@@ -127,9 +98,10 @@ def diary(
         training={"steps": STEPS}, checkpoint={"every": every}, evaluation={"every": 2}
     )
     rest = dict.fromkeys(
-        ("hf_config", "policy", "critic", "bridge", "rollouts", "sinks", "skipped")
+        ("hf_config", "policy", "critic", "bridge", "rollouts", "sinks", "skipped", "start_from")
     )
     return Diary(
+        checkpoints=NothingUnderWay(),  # type: ignore[arg-type]
         config=config,
         watchdog=Watchdog(Path(tempfile.mkdtemp()), 0, 1, 0),
         parallel=alone,  # type: ignore[arg-type]
@@ -166,6 +138,27 @@ def test_a_run_stopped_after_its_last_checkpoint_only_exports(alone: Alone) -> N
     trainer = diary(alone, every=0, start=STEPS)
     assert trainer.run()
     assert trainer.notes == ["finish"]
+
+
+@pytest.mark.parametrize("case", handed_cases("j", "steps_to_run"))
+def test_steps_to_run_of_handed_cases(alone: Alone, case: Case) -> None:
+    given = case["input"]
+    assert [*steps_to_run(given["restored_step"], given["target_steps"])] == case["expect"]["steps"]
+    trainer = diary(alone, every=0, start=given["restored_step"])
+    training = trainer.config.training.model_copy(update={"steps": given["target_steps"]})
+    trainer.config = trainer.config.model_copy(update={"training": training})
+    assert trainer.run()
+    ran = [note for note in trainer.notes if note.startswith("step")]
+    assert ran == [f"step {step}" for step in case["expect"]["steps"]]
+
+
+def test_a_save_that_the_run_answers_for_must_succeed(alone: Alone) -> None:
+    trainer = diary(alone, every=2)
+    assert trainer.run()
+    assert trainer.must_succeed == [False, True]  # step 2, and the last one
+    trainer = diary(alone, every=1, stop_at=2)
+    assert not trainer.run()
+    assert trainer.must_succeed == [False, True]  # step 1, and the one it stopped with
 
 
 def test_a_run_asked_to_stop_saves_first_and_is_not_finished(alone: Alone) -> None:
@@ -266,8 +259,9 @@ class Probing(Trainer):
 
 
 def probing(parts: Parts, *, differs: bool) -> Probing:
-    rest = dict.fromkeys(("hf_config", "parallel", "policy", "critic", "sinks", "skipped"))
+    rest = dict.fromkeys(("hf_config", "parallel", "policy", "critic", "sinks", "skipped", "start_from"))
     return Probing(
+        checkpoints=None,  # type: ignore[arg-type]
         watchdog=Watchdog(Path(tempfile.mkdtemp()), 0, 1, 0),
         config=make_config(rollout={"engines": 2}),
         bridge=parts,  # type: ignore[arg-type]

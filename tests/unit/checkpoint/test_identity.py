@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-from megatron_dapo.checkpoint.header import state_files
+from megatron_dapo.checkpoint.header import HEADER_FILE, Header, state_files
 from megatron_dapo.checkpoint.identity import check_identity, model_fingerprint, run_identity
 from megatron_dapo.config import ConfigError, RunConfig, load_config
 from tests.unit.config.runs import write_run
@@ -20,6 +21,8 @@ def config(tmp_path: Path) -> RunConfig:
 
 def saved(folder: Path, config: RunConfig) -> Path:
     """A checkpoint as far as it tells whose it is."""
+    folder.mkdir()
+    (folder / HEADER_FILE).write_text(Header(3, {}, 1).text())
     for name, content in state_files(run_identity(config, "prompts")).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -63,7 +66,16 @@ def test_other_keys_may_change_and_are_named(
 
 
 def test_weights_alone_belong_to_no_run(tmp_path: Path, config: RunConfig) -> None:
+    (tmp_path / HEADER_FILE).write_text(Header(0, {}, 0).text())
     check_identity(tmp_path, run_identity(config, "prompts"))
+
+
+def test_another_format_is_refused_by_its_number(tmp_path: Path, config: RunConfig) -> None:
+    checkpoint = saved(tmp_path / "step", config)
+    header = json.loads((checkpoint / HEADER_FILE).read_text())
+    (checkpoint / HEADER_FILE).write_text(json.dumps(header | {"format": 99}))
+    with pytest.raises(ConfigError, match=r"step has format=99, this version .* reads format 2"):
+        check_identity(checkpoint, run_identity(config, "prompts"))
 
 
 def test_a_moved_model_is_the_same_and_one_changed_in_the_middle_is_not(tmp_path: Path) -> None:
