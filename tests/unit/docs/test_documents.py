@@ -13,6 +13,7 @@ from megatron_dapo.evaluation.set_report import report_set
 from megatron_dapo.policy.critic import CRITIC_METRICS
 from megatron_dapo.policy.policy import POLICY_METRICS
 from tests.unit.evaluation.graded import graded_group
+from tests.unit.rollout.simulated import CONTINUE, World, whole_run
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,6 +39,11 @@ def test_every_metric_of_an_evaluation_is_in_the_glossary() -> None:
     report = report_set([graded_group(0, *["Answer: 7"] * 4)])
     logged = {re.sub(r"@\d+", "@k", name) for name in evaluation_metrics({"<set>": report})}
     assert logged == {name for name in glossary_names() if name.startswith("val-")}
+
+
+def test_every_metric_of_the_rollouts_is_in_the_glossary() -> None:
+    logged = {name for step in whole_run(World(), CONTINUE).steps for name in step.metrics}
+    assert sorted(logged - glossary_names()) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
