@@ -12,8 +12,12 @@ LEAST_TEMPERATURE = 0.01
 PROMPT_SUFFIXES = (".parquet", ".jsonl")
 
 
-def evaluation_problems(config: RunConfig) -> Iterator[str]:
-    """Held-out sets that can be read and sampled."""
+def evaluation_problems(config: RunConfig, *, in_loop: bool = True) -> Iterator[str]:
+    """Held-out sets that can be read and sampled.
+
+    Args:
+        in_loop: of a run, which samples nothing with evaluation.every=0; else of `eval` alone.
+    """
     yield from temperature_problems("evaluation.temperature", config.evaluation.temperature)
     own = config.evaluation.answer_style
     if own is not None and config.reward.plugin is not None:
@@ -26,7 +30,8 @@ def evaluation_problems(config: RunConfig) -> Iterator[str]:
             yield _unread_style(key, chosen.answer_style, config.reward.plugin)
     for key, file in heldout_paths(config).items():
         yield from prompt_file_problems(key, file)
-    for heldout in heldout_files(config):
+    sampled = config.evaluation.every > 0 or not in_loop
+    for heldout in heldout_files(config) if sampled else ():
         if heldout.temperature == 0 and heldout.samples_per_prompt > 1:
             yield from _greedy_problem(config, heldout)
 

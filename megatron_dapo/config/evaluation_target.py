@@ -34,7 +34,7 @@ def check_evaluation(config: RunConfig, *, weights: bool) -> RunConfig:
     hf_config = read_hf_config(config.model.path)
     config = decide_device(config)
     problems = [
-        *evaluation_problems(config),
+        *evaluation_problems(config, in_loop=False),
         *_served_problems(config, hf_config),
         *heldout_file_problems(config),
         *tokenizer_problems(config),

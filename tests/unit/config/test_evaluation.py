@@ -105,3 +105,10 @@ def test_a_style_beside_a_plugin_is_refused() -> None:
     general, own = refused.value.problems
     assert general.startswith("evaluation.answer_style=boxed: reward.plugin=a:b grades every")
     assert own.startswith("evaluation.sets.x.answer_style=either")
+
+
+def test_how_a_set_is_sampled_does_not_matter_to_a_run_that_never_evaluates() -> None:
+    config = make_config(data={"heldout": "h.jsonl"}, evaluation={"every": 0, "temperature": 0})
+    assert list(evaluation_problems(config)) == []
+    (problem,) = evaluation_problems(config, in_loop=False)
+    assert problem.startswith("evaluation.samples_per_prompt=32: at evaluation.temperature=0")
