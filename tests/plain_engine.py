@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron_dapo.resharding.messages import DTYPES
+from megatron_dapo.resharding.messages import DTYPES, dtype_of
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import EngineLayout, ReshardPlan, TrainLayout, build_plan
 from megatron_dapo.resharding.receive import PlannedWeights
@@ -47,7 +47,7 @@ class PlainWorker:
         self.plan = plan_of_init(init, hf_config)
         dtype = DTYPES[self.plan.engine.dtype]
         self.tensors = {
-            name: torch.full(shape, float("nan"), dtype=dtype)
+            name: torch.full(shape, float("nan")).to(dtype_of(self.plan.content(name), dtype))
             for name, shape in self.plan.parameters(tensor_rank).items()
         }
         receiver = open_receiver(init, self.plan, tensor_rank, torch.device("cpu"))

@@ -25,6 +25,7 @@ from megatron_dapo.config.resharding_checks import chosen_transport
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.parallel.rank_map import as_ranges
 from megatron_dapo.planning.memory import GIB, padded_vocab
+from megatron_dapo.resharding.block_grid import BLOCK
 from megatron_dapo.resharding.plan import EngineLayout, ReshardPlan, TrainLayout, build_plan
 from megatron_dapo.resharding.plan_summary import PlanSummary, summarize
 
@@ -83,18 +84,15 @@ def _show_update(console: Console, config: RunConfig, plan: ReshardPlan) -> None
     console.rule("weight update")
     for line in (
         f"{summary.trainer_ranks} trainer ranks -> {engine.replicas} engine(s) of "
-        f"{engine.tensor} rank(s), {engine.dtype}, transport {_transport(config)}; plan "
+        f"{engine.tensor} rank(s), {_numbers(engine)}, transport {_transport(config)}; plan "
         f"{summary.fingerprint}",
         f"moved: {_gib(summary.bytes_moved)} GiB, the engines own {_gib(summary.lower_bound)} GiB: "
         f"{summary.ratio:.3f} of the lower bound",
         _balance(summary),
         f"buckets: {summary.num_buckets} of {config.resharding.bucket_mib} MiB; either side holds "
         f"at most two beside its model, {_gib(summary.memory_bound)} GiB",
-        f"straight into the engines' parameters, but for {summary.loader_tensors} tensors that "
-        "travel whole to every engine rank, for vLLM's loader; an engine rank holds one module of "
-        f"them beside the two buckets, at most {_gib(summary.loader_module_bytes)} GiB"
-        if summary.loader_tensors
-        else "straight into the engines' parameters, all of them",
+        "straight into the engines' parameters, all of them",
+        *_blocks(summary),
     ):
         console.print(line, markup=False, highlight=False)
     senders = Table("trainer ranks", "stage", "GiB to all engines", "least", "most")
@@ -106,6 +104,26 @@ def _show_update(console: Console, config: RunConfig, plan: ReshardPlan) -> None
     for ranks, size in _equal(summary.bytes_by_receiver):
         receivers.add_row(as_ranges(ranks), _gib(size))
     console.print(receivers)
+
+
+def _numbers(engine: EngineLayout) -> str:
+    """In what the engines keep their parameters."""
+    return engine.dtype if engine.quantization is None else f"{engine.quantization}/{engine.dtype}"
+
+
+def _blocks(summary: PlanSummary) -> Iterable[str]:
+    """What FP8 matrices need beside the transfers; nothing without them."""
+    if not summary.blocks:
+        return
+    shared = summary.shared_blocks
+    yield (
+        f"FP8: {summary.blocks:,} blocks of {BLOCK} x {BLOCK}, made by the ranks that send them; "
+        + (
+            f"{shared:,} lie on several trainer ranks, which exchange their maxima first"
+            if shared
+            else "each lies on one trainer rank"
+        )
+    )
 
 
 def _transport(config: RunConfig) -> str:

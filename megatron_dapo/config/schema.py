@@ -211,8 +211,8 @@ class RolloutConfig(Section):
     engine_dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """auto: `model.dtype`."""
     engine_quantization: Literal["fp8"] | None = None
-    """fp8: engines hold linear layers in e4m3 with a scale for each 128 x 128 block. Updates bring
-    each matrix whole, in bfloat16, to every rank of `engine_tensor`."""
+    """fp8: engines hold the matrices of the layers in e4m3 with a scale for each 128 x 128 block.
+    Updates bring each rank its own values and scales: the trainers quantise."""
     max_engine_tokens: PositiveInt | None = None
     """Longest prompt + response of the engine; default: the sum of both limits."""
     max_concurrent_sequences: PositiveInt = 256

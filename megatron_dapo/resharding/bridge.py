@@ -34,6 +34,7 @@ from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.device import current
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.context import ParallelContext
+from megatron_dapo.resharding.block_scales import maxima_over
 from megatron_dapo.resharding.cuda_ipc import CudaIpcSender, NoteBoard
 from megatron_dapo.resharding.digest import as_hex
 from megatron_dapo.resharding.engine_map import EngineLayout
@@ -190,12 +191,27 @@ class Bridge:
         of /update_weights, the same for all engines.
 
         Raises:
-            RuntimeError: on all ranks, if one could not write.
+            RuntimeError: on all ranks, if one could not write, or holds what is to be sent in FP8
+                and is not finite.
         """
         self._version = version
         self.outbox.start()
+        if self.plan.engine.quantization is not None:
+            self._find_scales()
         self._sender.prepare(version, self.outbox)
         return self.payload()
+
+    def _find_scales(self) -> None:
+        """Before anything is sent in FP8; no engine has been told of the version yet."""
+        scales = self.outbox.scales
+        scales.find(maxima_over(self._parallel))
+        failed = self._numbers_of_ranks(int(scales.unfit is not None))
+        scales.check()
+        if failed:
+            raise RuntimeError(
+                f"weights of trainer ranks {list(failed)} hold an infinity or NaN; their logs say "
+                "which"
+            )
 
     def payload(self) -> UpdatePayload:
         """`update_info` of the version that was prepared last; for an engine that comes late."""
@@ -277,9 +293,7 @@ class Bridge:
         self._sender.rejoin((engine,))
 
     def expected_digests(self) -> list[dict[str, str]] | None:
-        """For each tensor rank of an engine: target -> digest in hexadecimal, on rank 0.
-
-        Targets are its parameters, and Hugging Face tensors as they reach vLLM's own loader.
+        """For each tensor rank of an engine: parameter -> digest in hexadecimal, on rank 0.
 
         None on other ranks. The control group sums one integer for each parameter. Without
         `resharding.verify_digests` nothing is expected: the dictionaries are empty.
@@ -287,7 +301,7 @@ class Bridge:
         workers = range(self.plan.engine.tensor)
         if not self._verify_digests:
             return [{} for _ in workers] if self._parallel.rank == LEADER else None
-        names = [self.plan.targets(worker) for worker in workers]
+        names = [list(self.plan.parameters(worker)) for worker in workers]
         parts: list[int] = []
         for worker in workers:
             mine = self.outbox.partial_digests(worker)

@@ -6,27 +6,36 @@ from collections.abc import Iterator, Sequence
 
 
 class Buckets:
-    """Rows of all parameters, cut into runs of at most `bucket_bytes`; one row at least.
+    """Rows of all parameters, cut into runs of at most `bucket_bytes`; one step at least.
 
     Args:
         rows: of each parameter, its Hugging Face tensors stacked.
-        row_bytes: of each parameter.
+        steps: of each parameter, rows that stay together; a divisor of its rows.
+        step_bytes: of each parameter, bytes of so many rows.
     """
 
-    def __init__(self, rows: Sequence[int], row_bytes: Sequence[int], bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[int],
+        steps: Sequence[int],
+        step_bytes: Sequence[int],
+        bucket_bytes: int,
+    ) -> None:
         self._rows = rows
         self._starts: list[tuple[int, int]] = []
         filled = bucket_bytes  # the first row opens the first bucket
-        for number, (count, size) in enumerate(zip(rows, row_bytes, strict=True)):
-            row = 0
-            while row < count:
+        for number, (count, rows_of_step, size) in enumerate(
+            zip(rows, steps, step_bytes, strict=True)
+        ):
+            step = 0
+            while step < count // rows_of_step:
                 fitting = (bucket_bytes - filled) // size
                 if fitting <= 0:
-                    self._starts.append((number, row))
+                    self._starts.append((number, step * rows_of_step))
                     filled, fitting = 0, max(1, bucket_bytes // size)
-                taken = min(fitting, count - row)
+                taken = min(fitting, count // rows_of_step - step)
                 filled += taken * size
-                row += taken
+                step += taken
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -13,6 +13,14 @@ from functools import cached_property
 from typing import Literal
 
 from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.resharding.block_grid import (
+    BLOCK,
+    SCALE_BYTES,
+    SCALE_SUFFIX,
+    Content,
+    scales_box,
+    scales_shape,
+)
 from megatron_dapo.resharding.boxes import Box, Piece, Placement
 from megatron_dapo.resharding.name_map import Entry, Family
 
@@ -32,9 +40,9 @@ class EngineLayout:
     expert_parallel: bool = False
     """Experts are whole, spread over the tensor ranks (--enable-expert-parallel)."""
     dtype: Dtype = "bfloat16"
-    """Of the engine's parameters, and of what is sent."""
+    """Of the engine's parameters, and of what is sent, but for FP8 matrices."""
     quantization: Literal["fp8"] | None = None
-    """fp8: matrices of the layers go through vLLM's loader as full Hugging Face tensors."""
+    """fp8: matrices of the layers are e4m3 with a scale for each block; so they are sent."""
 
     @classmethod
     def from_config(cls, config: RunConfig) -> EngineLayout:
@@ -56,6 +64,10 @@ class EngineLayout:
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
+    def bytes_of(self, content: Content) -> int:
+        """Bytes of one number."""
+        return {"plain": self.item_bytes, "values": 1, "scales": SCALE_BYTES}[content]
+
 
 Cutting = Literal["whole", "rows", "columns", "heads", "vocab"]
 
@@ -71,7 +83,7 @@ class Fused:
     heads: rows, where a key/value head is copied once the tensor ranks outnumber the heads.
     vocab: rows of the padded vocabulary."""
     quantized: bool = False
-    """Belongs to a module that a quantised engine keeps in fewer bits."""
+    """A matrix that a quantised engine keeps in fewer bits."""
 
     @property
     def per_expert(self) -> bool:
@@ -114,7 +126,6 @@ _QKV_BIAS = (
         _ATTENTION + "qkv_proj.bias",
         tuple(f"{_ATTENTION}{part}_proj.bias" for part in "qkv"),
         "heads",
-        quantized=True,
     ),
 )
 _QK_NORM = (
@@ -201,8 +212,8 @@ class EngineMap:
         """The parameter that holds a Hugging Face tensor (name with {layer} and {expert} open)."""
         return self._place[name][0]
 
-    def through_loader(self, fused: Fused) -> bool:
-        """Whether vLLM's own loader takes the tensors of a parameter, each one whole."""
+    def in_blocks(self, fused: Fused) -> bool:
+        """Whether the engine keeps a parameter as values and scales of blocks."""
         return fused.quantized and self.engine.quantization is not None
 
     def target(self, name: str, rank: int) -> Target:
@@ -212,9 +223,6 @@ class EngineMap:
             rank: tensor rank of the engine; of an expert's tensor, one that has the expert.
         """
         fused, number = self._place[name]
-        rows, columns = self._matrix(name)
-        if self.through_loader(fused):
-            return Target(name, Piece(0, rows, 0, columns, 0, 0), 0)
         pieces = [self._piece(fused, part, rank) for part in fused.parts]
         piece = pieces[number]
         stacked = [one.rows for one in pieces]
@@ -285,15 +293,29 @@ class EngineMap:
         """Rows of the engine's embedding and head over all tensor ranks."""
         return math.ceil(self.family.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
+    def contents(self, rank: int) -> Iterator[tuple[str, Content, tuple[int, ...]]]:
+        """(name, content, shape) of every parameter of a rank that is written, in family order."""
+        for entry in self._first_entries():
+            for fused in self._fused_of(entry):
+                name, shape = self._shape(fused, entry, rank)
+                if self.in_blocks(fused):
+                    yield name, "values", shape
+                    yield name + SCALE_SUFFIX, "scales", scales_shape(shape)
+                else:
+                    yield name, "plain", shape
+
     def parameters(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every parameter of a rank that is written directly, in family order."""
-        return {
-            name: shape
-            for entry in self._first_entries()
-            for fused in self._fused_of(entry)
-            if not self.through_loader(fused)
-            for name, shape in [self._shape(fused, entry, rank)]
-        }
+        """Name -> shape of every parameter of a rank that is written, in family order."""
+        return {name: shape for name, _, shape in self.contents(rank)}
+
+    def owned_bytes(self, rank: int) -> int:
+        """Bytes of these parameters, without padding."""
+        padding = sum(box.elements for _, box in self.padding(rank)) * self.engine.item_bytes
+        sizes = (
+            math.prod(shape) * self.engine.bytes_of(content)
+            for _, content, shape in self.contents(rank)
+        )
+        return sum(sizes) - padding
 
     def padding(self, rank: int) -> list[tuple[str, Box]]:
         """Rows of a rank's parameters that no Hugging Face tensor fills; vLLM keeps zeros there."""
@@ -307,22 +329,20 @@ class EngineMap:
                         found.append((name, Box(real, rows - real, 0, columns)))
         return found
 
-    def loader_tensors(self) -> tuple[str, ...]:
-        """Hugging Face tensors that go through vLLM's own loader, in family order."""
-        if self.engine.quantization is None:
-            return ()
+    def quantized_tensors(self) -> tuple[str, ...]:
+        """Hugging Face tensors that the engine keeps as values and scales, in family order."""
         return tuple(
             tensor.name
             for entry in self.family.entries
             if entry.rule.exported
             for tensor, (name, _) in zip(entry.hf, entry.rule.hf, strict=True)
-            if self.fused(name).quantized
+            if self.in_blocks(self.fused(name))
         )
 
     def placements(self, rank: int) -> Iterator[Placement]:
         """Every box of a Hugging Face tensor that an engine rank holds, in the order of the family.
 
-        Padding is in no box. Of a tensor that goes through the loader: the whole, as itself.
+        Padding is in no box. Scales are a tensor of their own, as in FP8 checkpoints.
         """
         for entry in self.family.entries:
             local = self.local_expert(entry.expert, rank)
@@ -331,13 +351,18 @@ class EngineMap:
             for tensor, (name, _) in zip(entry.hf, entry.rule.hf, strict=True):
                 target = self.target(name, rank)
                 piece = target.piece
+                parameter = target.parameter.format(layer=entry.layer, expert=entry.expert)
+                at = piece.to_row + local * target.expert_rows
+                box = Box(piece.row, piece.rows, piece.col, piece.cols)
                 if piece.rows:
+                    yield Placement(tensor.name, box, parameter, at, piece.to_col)
+                if piece.rows and self.in_blocks(self.fused(name)):
                     yield Placement(
-                        tensor.name,
-                        Box(piece.row, piece.rows, piece.col, piece.cols),
-                        target.parameter.format(layer=entry.layer, expert=entry.expert),
-                        piece.to_row + local * target.expert_rows,
-                        piece.to_col,
+                        tensor.name + SCALE_SUFFIX,
+                        scales_box(box),
+                        parameter + SCALE_SUFFIX,
+                        at // BLOCK,
+                        piece.to_col // BLOCK,
                     )
 
     def _first_entries(self) -> Iterator[Entry]:

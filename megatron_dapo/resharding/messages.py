@@ -1,8 +1,9 @@
 """Messages: the transfers of one bucket from one trainer rank to one engine rank, as flat bytes.
 
-Everything about a message follows from the plan, so it carries values only, in the engine's dtype
-and in plan order. While a sender packs it digests what it packs: the partial digests of all
-senders add up to what the engine must find in its parameters.
+Everything about a message follows from the plan, so it carries numbers only: in the engine's dtype
+and in plan order, before them the scales and behind them the values of FP8 matrices. While a sender
+packs it digests what it packs: the partial digests of all senders add up to what the engine must
+find in its parameters.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_dapo.resharding.block_grid import Content
+from megatron_dapo.resharding.block_scales import BlockScales
 from megatron_dapo.resharding.digest import as_matrix, box_digest
+from megatron_dapo.resharding.quantize import E4M3
+from megatron_dapo.resharding.transfers import Transfer, filled_up, in_message_order
 
 if TYPE_CHECKING:
-    from megatron_dapo.resharding.plan import ReshardPlan, Transfer
+    from megatron_dapo.resharding.plan import ReshardPlan
 
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -28,7 +33,16 @@ DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-"""`EngineLayout.dtype` -> of the values in messages."""
+"""`EngineLayout.dtype` -> of the numbers in messages, but for FP8 matrices."""
+
+
+def dtype_of(content: Content, plain: torch.dtype) -> torch.dtype:
+    """Dtype of a transfer, and of what it is written into.
+
+    Args:
+        plain: the engine's.
+    """
+    return {"plain": plain, "values": E4M3, "scales": torch.float32}[content]
 
 
 @dataclass(frozen=True)
@@ -45,11 +59,11 @@ class Message:
 def unpack(
     flat: Tensor, transfers: Iterable[Transfer], dtype: torch.dtype
 ) -> Iterator[tuple[Transfer, Tensor]]:
-    """Each transfer with its values [rows, columns]: views of the message, nothing is copied.
+    """Each transfer with its numbers [rows, columns]: views of the message, nothing is copied.
 
     Args:
         flat: uint8, the whole message.
-        transfers: of this message, in plan order.
+        transfers: of this message, in their order.
         dtype: the engine's.
 
     Raises:
@@ -57,27 +71,28 @@ def unpack(
     """
     offset = 0
     for transfer in transfers:
-        box = transfer.target_box
-        end = offset + box.elements * dtype.itemsize
+        box, numbers = transfer.target_box, dtype_of(transfer.content, dtype)
+        end = offset + box.elements * numbers.itemsize
         if end > flat.numel():
             raise RuntimeError(
                 f"message of bucket {transfer.bucket} from trainer rank {transfer.sender} ends "
                 f"after {flat.numel()} bytes, before {transfer.target!r} at {offset}"
             )
-        yield transfer, flat[offset:end].view(dtype).view(box.rows, box.cols)
+        yield transfer, flat[offset:end].view(numbers).view(box.rows, box.cols)
         offset = end
-    if offset != flat.numel():
+    if flat.numel() not in (offset, filled_up(offset)):
         raise RuntimeError(f"message of {flat.numel()} bytes has transfers for {offset} only")
 
 
 class Outbox:
     """All messages of one trainer rank, packed when they are due.
 
-    Parameters are read while packing: no optimizer step may run meanwhile. No gradient.
+    Parameters are read while packing: no optimizer step may run meanwhile, nor between
+    `scales.find` and packing. No gradient.
 
     Args:
         sources: this rank's Megatron parameters under the plan's entry keys, on any device; rounded
-            to the engine's dtype while they are packed.
+            to the engine's dtype, then to e4m3 where it keeps that, while they are packed.
         with_digests: off saves their time; `partial_digests` is then empty.
     """
 
@@ -91,6 +106,8 @@ class Outbox:
     ) -> None:
         self.plan, self.sender, self.sources = plan, sender, sources
         self.dtype = DTYPES[plan.engine.dtype]
+        self.scales = BlockScales(plan.block_sources(sender), sources, self.dtype)
+        """Must be found before an FP8 message is packed."""
         self._with_digests = with_digests
         self._digests: dict[int, dict[str, Tensor]] = defaultdict(dict)
 
@@ -109,9 +126,8 @@ class Outbox:
             for transfer in in_bucket:
                 of_receiver[transfer.receiver].append(transfer)
             for receiver in sorted(of_receiver):
-                found = of_receiver[receiver]
-                size = sum(each.target_box.elements for each in found) * self.dtype.itemsize
-                yield Message(bucket, receiver, size, tuple(found))
+                found = in_message_order(of_receiver[receiver])
+                yield Message(bucket, receiver, self.plan.length(found), tuple(found))
 
     def batches(self, limit: int) -> list[list[Message]]:
         """Runs of messages of one bucket with at most `limit` bytes together (or one message)."""
@@ -129,7 +145,8 @@ class Outbox:
             out: uint8 [message.num_bytes], contiguous, aligned to the dtype, on any device.
 
         Raises:
-            RuntimeError: the plan asks for a parameter that this rank does not hold.
+            RuntimeError: the plan asks for a parameter that this rank does not hold, or one to be
+                sent in FP8 is not finite.
         """
         for transfer, values in unpack(out, message.transfers, self.dtype):
             box = transfer.source_box
@@ -138,8 +155,11 @@ class Outbox:
                     f"trainer rank {self.sender} is planned to send {transfer.source!r}, which it "
                     "does not hold: plan and layout of the training ranks differ"
                 )
-            source = as_matrix(self.sources[transfer.source].detach())
-            values.copy_(source[box.row : box.row + box.rows, box.col : box.col + box.cols])
+            if transfer.content == "plain":
+                source = as_matrix(self.sources[transfer.source].detach())
+                values.copy_(source[box.row : box.row + box.rows, box.col : box.col + box.cols])
+            else:
+                self.scales.write(transfer, values)
             if self._with_digests:
                 self._add_digest(message.receiver, transfer, values)
 

@@ -14,10 +14,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import cached_property
 
 from megatron_dapo.resharding import lines
+from megatron_dapo.resharding.block_grid import BlockSource, Content
 from megatron_dapo.resharding.boxes import Box
 from megatron_dapo.resharding.buckets import Buckets
 from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
@@ -33,29 +34,11 @@ from megatron_dapo.resharding.train_map import (
     experts_per_rank,
     source_shape,
 )
+from megatron_dapo.resharding.transfers import Transfer, filled_up, in_message_order, with_scales
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 """Raised when the same inputs no longer give the same plan."""
 LONGEST_WORD = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One box, from one trainer rank to one engine rank."""
-
-    tensor: str
-    """The Hugging Face tensor that it is part of; for messages."""
-    sender: int
-    """Global trainer rank."""
-    receiver: int
-    """Engine rank."""
-    source: str
-    """`Entry.key` of the sender's parameter."""
-    source_box: Box
-    target: str
-    """Name of the receiver's parameter; of a tensor that goes through vLLM's loader, its own."""
-    target_box: Box
-    bucket: int
 
 
 class ReshardPlan:
@@ -81,7 +64,8 @@ class ReshardPlan:
         self._stages = [train.stage_of(entry, family) for entry in self.entries]
         self._buckets = Buckets(
             [kind.total_rows for kind in self._kinds],
-            [kind.row_bytes for kind in self._kinds],
+            [kind.step for kind in self._kinds],
+            [kind.step_bytes for kind in self._kinds],
             bucket_bytes,
         )
         self._lines: dict[Shard, Line] = {}
@@ -102,40 +86,36 @@ class ReshardPlan:
 
     def message(self, bucket: int, sender: int, receiver: int) -> list[Transfer]:
         """What one trainer rank sends to one engine rank in a bucket, in the order of its bytes."""
-        return list(self._walk(bucket, (receiver,), sender))
+        return in_message_order(self._walk(bucket, (receiver,), sender))
 
     def message_bytes(self, bucket: int, sender: int, receiver: int) -> int:
         """Length of a message; 0: there is none."""
-        elements = sum(t.source_box.elements for t in self._walk(bucket, (receiver,), sender))
-        return elements * self.engine.item_bytes
+        return self.length(self._walk(bucket, (receiver,), sender))
 
     def message_sizes(self, bucket: int, receiver: int) -> dict[int, int]:
         """Trainer rank -> length of its message to an engine rank in a bucket, ascending."""
-        sizes: Counter[int] = Counter()
+        found: dict[int, list[Transfer]] = {}
         for transfer in self._walk(bucket, (receiver,), None):
-            sizes[transfer.sender] += transfer.source_box.elements * self.engine.item_bytes
-        return dict(sorted(sizes.items()))
+            found.setdefault(transfer.sender, []).append(transfer)
+        return {sender: self.length(found[sender]) for sender in sorted(found)}
+
+    def length(self, transfers: Iterable[Transfer]) -> int:
+        """Bytes of a message of these transfers."""
+        engine = self.engine
+        size = sum(t.target_box.elements * engine.bytes_of(t.content) for t in transfers)
+        return size if engine.quantization is None else filled_up(size)
 
     def senders_of(self, bucket: int, receiver: int) -> tuple[int, ...]:
         """Trainer ranks that send to an engine rank in a bucket, ascending."""
         return tuple(self.message_sizes(bucket, receiver))
 
     def parameters(self, receiver: int) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every engine parameter that is written directly, in family order."""
+        """Name -> shape of every engine parameter that is written, in family order."""
         return self.map.parameters(receiver % self.engine.tensor)
 
     def padding(self, receiver: int) -> list[tuple[str, Box]]:
         """Boxes of those parameters that no transfer writes; they must hold zeros."""
         return self.map.padding(receiver % self.engine.tensor)
-
-    @cached_property
-    def loader_tensors(self) -> tuple[str, ...]:
-        """Hugging Face tensors that travel whole, for vLLM's own loader; none unless quantised."""
-        return self.map.loader_tensors()
-
-    def targets(self, receiver: int) -> tuple[str, ...]:
-        """Everything that an engine rank writes: parameters, then tensors for vLLM's loader."""
-        return (*self.parameters(receiver), *self.loader_tensors)
 
     def sources(self, sender: int) -> dict[str, tuple[int, ...]]:
         """`Entry.key` -> shape of every exported parameter that a trainer rank holds."""
@@ -146,26 +126,54 @@ class ReshardPlan:
             if self._holds(number, shards)
         }
 
+    def block_sources(self, sender: int) -> dict[str, BlockSource]:
+        """`Entry.key` -> its blocks, of every parameter that a trainer rank sends in FP8."""
+        shards = self.train.shards_of(sender)
+        return {
+            entry.key: kind.block_source(shards[kind.shard_kind][0].index)
+            for number, (entry, kind) in enumerate(zip(self.entries, self._kinds, strict=True))
+            if kind.in_blocks and self._holds(number, shards)
+        }
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of all FP8 matrices of the model."""
+        return sum(math.prod(kind.blocks) for kind in self._kinds)
+
+    @property
+    def shared_blocks(self) -> int:
+        """Those that lie on several trainer ranks, whose largest value no rank knows alone."""
+        return sum(kind.shared_blocks for kind in self._kinds)
+
     @cached_property
-    def _word_bytes(self) -> dict[str, int]:
-        """Name of a target ({layer} and {expert} open) -> longest word that no box cuts."""
-        columns: dict[str, int] = {}
+    def _targets(self) -> dict[str, tuple[Content, int]]:
+        """Name of a target ({layer} and {expert} open) -> content, longest word no box cuts."""
+        found: dict[str, tuple[Content, int]] = {}
         for kind in dict.fromkeys(self._kinds):
-            for target, count in kind.columns_of_boxes():
-                columns[target] = math.gcd(columns.get(target, 0), count)
-        item = self.engine.item_bytes
-        return {target: math.gcd(count * item, LONGEST_WORD) for target, count in columns.items()}
+            for target, content, size in kind.bytes_of_boxes():
+                _, earlier = found.get(target, (content, LONGEST_WORD))
+                found[target] = content, math.gcd(earlier, size)
+        return found
+
+    def content(self, target: str) -> Content:
+        """What the numbers of a target are.
+
+        Raises:
+            ValueError: the plan writes no such parameter.
+        """
+        name = _open_numbers(target)
+        if name not in self._targets:
+            raise ValueError(f"the plan writes no {target!r}; it writes {sorted(self._targets)}")
+        return self._targets[name][0]
 
     def word_bytes(self, target: str) -> int:
         """Largest power of two, at most 8, that divides offset and width of all boxes of a target.
 
         Raises:
-            ValueError: the plan writes no such parameter or tensor.
+            ValueError: the plan writes no such parameter.
         """
-        name = _open_numbers(target)
-        if name not in self._word_bytes:
-            raise ValueError(f"the plan writes no {target!r}; it writes {sorted(self._word_bytes)}")
-        return self._word_bytes[name]
+        self.content(target)
+        return self._targets[_open_numbers(target)][1]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -213,13 +221,9 @@ class ReshardPlan:
 
     @cached_property
     def lower_bound(self) -> int:
-        """Bytes that the engines own: their unquantised parameters without padding."""
-        plain = EngineMap(self.family, replace(self.engine, quantization=None))
-        elements = 0
-        for rank in range(self.engine.tensor):
-            elements += sum(math.prod(shape) for shape in plain.parameters(rank).values())
-            elements -= sum(box.elements for _, box in plain.padding(rank))
-        return elements * self.engine.item_bytes * self.engine.replicas
+        """Bytes that the engines own: their parameters without padding."""
+        owned = sum(self.map.owned_bytes(rank) for rank in range(self.engine.tensor))
+        return owned * self.engine.replicas
 
     def _received(self, receiver: int) -> int:
         parameters = Counter(
@@ -227,8 +231,7 @@ class ReshardPlan:
             for entry, kind in zip(self.entries, self._kinds, strict=True)
             if self.map.local_expert(entry.expert, receiver) is not None
         )
-        elements = sum(n * kind.received_elements(receiver) for kind, n in parameters.items())
-        return elements * self.engine.item_bytes
+        return sum(count * kind.received_bytes(receiver) for kind, count in parameters.items())
 
     def _walk(
         self, bucket: int, receivers: Iterable[int], sender: int | None
@@ -266,10 +269,10 @@ class ReshardPlan:
         owners: list[tuple[int, int, int]],
     ) -> Iterator[Transfer]:
         entry, tensor_rank = self.entries[number], receiver % self.engine.tensor
-        local = self.map.local_expert(entry.expert, tensor_rank)
+        local, kind = self.map.local_expert(entry.expert, tensor_rank), self._kinds[number]
         if local is None:
             return
-        for route in self._kinds[number].routes(shard.index, tensor_rank):
+        for route in kind.routes(shard.index, tensor_rank):
             tensor = entry.hf[route.tensor].name
             target = route.target.format(layer=entry.layer, expert=entry.expert)
             below = local * route.expert_rows
@@ -281,7 +284,7 @@ class ReshardPlan:
                         continue
                     source_row = crossing.source_row + row - crossing.row
                     target_row = crossing.target_row + row - crossing.row + below
-                    yield Transfer(
+                    found = Transfer(
                         tensor,
                         rank,
                         receiver,
@@ -290,7 +293,12 @@ class ReshardPlan:
                         target,
                         Box(target_row, rows, crossing.target_col, crossing.cols),
                         bucket,
+                        kind.content,
                     )
+                    if kind.in_blocks:
+                        yield from with_scales(found, row, route.first_col + crossing.target_col)
+                    else:
+                        yield found
 
     def _shards_of(self, number: int, held: Mapping[ShardKind, Held] | None) -> list[Shard]:
         """Shards of a parameter: all, or the one that a rank holds."""
@@ -338,7 +346,7 @@ class ReshardPlan:
         """Pipeline stage -> bytes of all its Hugging Face tensors."""
         found: Counter[int] = Counter()
         for stage, kind in zip(self._stages, self._kinds, strict=True):
-            found[stage] += kind.total_rows * kind.row_bytes
+            found[stage] += kind.total_rows // kind.step * kind.step_bytes
         return found
 
     def _shards(self) -> Iterator[Shard]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from dataclasses import dataclass
 
 from megatron_dapo.resharding.plan import ReshardPlan
@@ -11,7 +9,7 @@ from megatron_dapo.resharding.plan import ReshardPlan
 
 @dataclass(frozen=True)
 class PlanSummary:
-    """Figures of one weight update; bytes in the engines' dtype."""
+    """Figures of one weight update; bytes as the engines keep the numbers."""
 
     fingerprint: str
     trainer_ranks: int
@@ -28,10 +26,10 @@ class PlanSummary:
     bucket_bytes: int
     memory_bound: int
     """Two buckets: most that a transport holds beside the model, on either side."""
-    loader_tensors: int
-    """Hugging Face tensors that travel whole to every tensor rank, for vLLM's own loader."""
-    loader_module_bytes: int
-    """Of the largest module that they fill: an engine rank holds it whole, beside two buckets."""
+    blocks: int
+    """Of FP8 matrices, in the whole model; 0: the engines are not quantised."""
+    shared_blocks: int
+    """Those that lie on several trainer ranks, which exchange their maxima before they send."""
     bytes_by_sender: dict[int, int]
     """Global trainer rank -> bytes to all engines."""
     bytes_by_receiver: dict[int, int]
@@ -52,21 +50,8 @@ def summarize(plan: ReshardPlan) -> PlanSummary:
         num_buckets=plan.num_buckets,
         bucket_bytes=plan.bucket_bytes,
         memory_bound=2 * plan.bucket_bytes,
-        loader_tensors=len(plan.loader_tensors),
-        loader_module_bytes=_largest_loaded_module(plan),
+        blocks=plan.blocks,
+        shared_blocks=plan.shared_blocks,
         bytes_by_sender=plan.bytes_by_sender(),
         bytes_by_receiver=plan.bytes_by_receiver(),
     )
-
-
-def _largest_loaded_module(plan: ReshardPlan) -> int:
-    """Bytes of the tensors that vLLM's loader takes for one module, most of all modules."""
-    sizes: Counter[tuple[int | None, str]] = Counter()
-    for entry in plan.entries:
-        for name, _ in entry.rule.hf:
-            fused = plan.map.fused(name)
-            if plan.map.through_loader(fused):
-                module = fused.parameter.rpartition(".")[0]
-                numbers = math.prod(plan.map.shapes[name])
-                sizes[entry.layer, module] += numbers * plan.engine.item_bytes
-    return max(sizes.values(), default=0)

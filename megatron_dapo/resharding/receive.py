@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo.resharding.digest import as_hex, as_matrix, parameter_digest
-from megatron_dapo.resharding.messages import DTYPES, unpack
+from megatron_dapo.resharding.messages import DTYPES, dtype_of, unpack
 from megatron_dapo.resharding.plan import ReshardPlan, Transfer
 from megatron_dapo.resharding.transport import Receiver, UpdatePayload
 
@@ -63,7 +63,7 @@ class PlannedWeights:
         self._part_of = {target: part for part in parts for target in part.targets}
         self._dtype = DTYPES[plan.engine.dtype]
         self._padding = plan.padding(tensor_rank)
-        if different := sorted(set(plan.targets(tensor_rank)) ^ self._part_of.keys()):
+        if different := sorted(set(plan.parameters(tensor_rank)) ^ self._part_of.keys()):
             raise ValueError(
                 f"plan and engine differ in {len(different)} parameters, the first is "
                 f"{different[0]!r}; model and versions of both sides must be the same"
@@ -104,13 +104,13 @@ class PlannedWeights:
         """Target -> digest.
 
         live: of what the engine computes with, now. rebuilt and loader: of what had arrived whole,
-        before vLLM packed or quantised it; a fault of that step does not show here.
+        before vLLM packed it; a fault of that step does not show here.
         """
         found = dict(self._digests)
         for part in self._parts:
             if part.way == "live":
                 found |= {name: self._digest(name, tensor) for name, tensor in part.open().items()}
-        names = self.plan.targets(self.tensor_rank)
+        names = list(self.plan.parameters(self.tensor_rank))
         values = torch.stack([found[name] for name in names]).tolist()  # waits for a GPU once
         return {name: as_hex(value) for name, value in zip(names, values, strict=True)}
 
@@ -187,7 +187,7 @@ class PlannedWeights:
 
     def _digest(self, name: str, tensor: Tensor) -> Tensor:
         # What a kernel keeps in a wider dtype comes back exactly.
-        values = tensor.detach().to(self._dtype)
+        values = tensor.detach().to(dtype_of(self.plan.content(name), self._dtype))
         return parameter_digest(values, word_bytes=self.plan.word_bytes(name))
 
 

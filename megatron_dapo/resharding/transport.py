@@ -2,8 +2,7 @@
 
 A message is the flat bytes of the transfers of one bucket from one trainer rank to one engine
 rank, in plan order. Both sides hold the same plan, so a message carries no names and no shapes.
-A transport only moves messages; it knows nothing of parameters. Tensors that go through vLLM's own
-loader travel in messages too, in boxes that make up the whole tensor on every engine rank.
+A transport only moves messages; it knows nothing of parameters.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ class VllmBridge:
                 parallel,
                 dtype=dtype,
                 bucket_bytes=half,
-                in_fp8=EngineMap(family, layout).loader_tensors(),
+                in_fp8=EngineMap(family, layout).quantized_tensors(),
                 everywhere=backend == "ipc",
             )
         return cls(

@@ -6,7 +6,7 @@ parameter of the model is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +16,11 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 )
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from megatron_dapo.resharding.messages import DTYPES
+from megatron_dapo.resharding.block_grid import SCALE_SUFFIX, scales_shape
+from megatron_dapo.resharding.messages import DTYPES, dtype_of
 from megatron_dapo.resharding.plan import ReshardPlan
 from megatron_dapo.resharding.receive import Part
 from megatron_dapo.resharding.vllm_parts import LivePart, LoaderPart, RebuiltPart, find_reload
@@ -26,6 +28,9 @@ from megatron_dapo.resharding.vllm_parts import LivePart, LoaderPart, RebuiltPar
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
+UNQUANTIZED_METHODS = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
+FP8_METHODS = (Fp8LinearMethod, Fp8MoEMethod)
+"""Whose matrices have a scale for each block, where the plan's shapes are those of vLLM."""
 ALWAYS_LIVE = "bias"
 """Parameters of this name stay in place through a layerwise reload."""
 
@@ -60,7 +65,6 @@ class _Search:
         self.dtype = DTYPES[plan.engine.dtype]
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.reload = find_reload()
-        self.loader_modules = loader_modules(plan)
 
     def parts(self) -> list[Part]:
         parts: list[Part] = []
@@ -72,14 +76,13 @@ class _Search:
             by_module.setdefault(path, {})[target] = shape
         for path, targets in by_module.items():
             parts += self._direct(path, targets)
-        parts += self._through_loader()
         self._check_all_written(by_module)
         return parts
 
     def _direct(self, path: str, targets: dict[str, tuple[int, ...]]) -> list[Part]:
         """Parts of one module: what is live, and the rest."""
         module = self.modules[path]
-        live = {t: s for t, s in targets.items() if self._is_live(module, _last(t), s)}
+        live = {t: s for t, s in targets.items() if self._is_live(module, t, s)}
         rest = {t: s for t, s in targets.items() if t not in live}
         parts: list[Part] = []
         if live:
@@ -93,8 +96,10 @@ class _Search:
             parts.append(self._rebuilt(path, module, names, rest))
         return parts
 
-    def _is_live(self, module: nn.Module, name: str, shape: tuple[int, ...]) -> bool:
-        method = _quant_method(module)
+    def _is_live(self, module: nn.Module, target: str, shape: tuple[int, ...]) -> bool:
+        if self.plan.content(target) != "plain":
+            return False  # a GPU kernel may keep it in another layout
+        method, name = _quant_method(module), _last(target)
         if method is None or name == ALWAYS_LIVE or isinstance(method, UnquantizedEmbeddingMethod):
             return True
         # A packed linear layer has given its weight up; its shape says so.
@@ -118,12 +123,17 @@ class _Search:
         targets: Mapping[str, tuple[int, ...]],
     ) -> None:
         method = _quant_method(module)
-        if not isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod):
+        in_blocks = any(self.plan.content(target) != "plain" for target in targets)
+        known = FP8_METHODS if in_blocks else UNQUANTIZED_METHODS
+        if not isinstance(method, known):
             raise ValueError(
-                f"{path!r} keeps its weights as {type(method).__name__} does, a layout that is not "
-                "known here; the plan must send it as full tensors (rollout.engine_quantization)"
+                f"{path!r} keeps its weights as {type(method).__name__} does, planned is the "
+                f"layout of {' or '.join(each.__name__ for each in known)}; start the engine with "
+                "the rollout.engine_quantization of the run"
             )
         for target, name in names.items():
+            if in_blocks:
+                continue  # its kernel may keep other tensors; what vLLM recorded is checked
             live = getattr(module, name)
             if live.numel() and tuple(live.shape) != targets[target]:
                 raise ValueError(
@@ -149,12 +159,21 @@ class _Search:
         part = RebuiltPart(module, names, targets, self.model_config, self.reload)
         recorded = self.reload.info(module).restore_metadata[0]  # type: ignore[attr-defined]
         for target, name in names.items():
-            if name not in recorded or tuple(recorded[name].shape) != targets[target]:
-                found = tuple(recorded[name].shape) if name in recorded else "not recorded"
+            wanted = targets[target], self._dtype(target)
+            found = None
+            if name in recorded:
+                found = tuple(recorded[name].shape), recorded[name].dtype
+            if found != wanted:
                 raise ValueError(
-                    f"{target!r} is {found} in the layout of the checkpoint, planned is "
-                    f"{targets[target]}; the engine serves another model"
+                    f"{target!r} is {found or 'not recorded'} in the layout of the checkpoint, "
+                    f"planned is {wanted}; the engine serves another model, or in other blocks"
                 )
+        left = sorted(set(recorded) - set(names.values()))
+        if left and isinstance(_quant_method(module), FP8_METHODS):
+            raise ValueError(
+                f"the engine's model has {path}.{left[0]}, which the plan does not write: it "
+                "would keep the weights that the engine started with"
+            )
         return part
 
     def _assembled(self, path: str, targets: Mapping[str, tuple[int, ...]]) -> Part:
@@ -165,34 +184,20 @@ class _Search:
             if place.parameter in targets
         )
         full = self.plan.family.hf_tensors
+        scales = {name + SCALE_SUFFIX: scales_shape(s) for name, s in full.items() if len(s) == 2}
         return LoaderPart(
             self.model,
             path,
             targets,
-            self.dtype,
+            {target: self._dtype(target) for target in targets},
             self.device,
             self.model_config,
             placements,
-            {place.tensor: full[place.tensor] for place in placements},
+            {place.tensor: (full | scales)[place.tensor] for place in placements},
         )
 
-    def _through_loader(self) -> Iterator[Part]:
-        """Hugging Face tensors that travel whole, by the module that they belong to."""
-        by_module: dict[str, dict[str, tuple[int, ...]]] = {}
-        for name, path in self.loader_modules.items():
-            if path not in self.modules:
-                raise ValueError(f"the engine's model has no {path!r} for {name!r}")
-            by_module.setdefault(path, {})[name] = self.plan.family.hf_tensors[name]
-        for path, targets in by_module.items():
-            yield LoaderPart(
-                self.model,
-                path,
-                targets,
-                self.dtype,
-                self.device,
-                self.model_config,
-                in_fp8=self.plan.engine.quantization == "fp8",
-            )
+    def _dtype(self, target: str) -> torch.dtype:
+        return dtype_of(self.plan.content(target), self.dtype)
 
     def _repacked(self, module: nn.Module) -> tuple[nn.Module, ...]:
         """Modules with a packed copy of this embedding or head: itself, and what is tied to it."""
@@ -203,26 +208,16 @@ class _Search:
         return tuple(m for m in sharing if m._parameters.get("weight") is module.weight)
 
     def _check_all_written(self, written: Mapping[str, Mapping[str, object]]) -> None:
-        """Every parameter of the model is in the plan, or belongs to a module that it loads."""
-        loaded = set(self.loader_modules.values())
+        """Every parameter of the model is in the plan; FP8 kernels may have made some more."""
         planned = {target for targets in written.values() for target in targets}
         for name, parameter in self.model.named_parameters():
-            if name not in planned and name.rpartition(".")[0] not in loaded:
+            path = name.rpartition(".")[0]
+            made = path in written and isinstance(_quant_method(self.modules[path]), FP8_METHODS)
+            if name not in planned and not made:
                 raise ValueError(
                     f"the engine's model has {name!r} {tuple(parameter.shape)}, which the plan "
                     "does not write: it would keep the weights that the engine started with"
                 )
-
-
-def loader_modules(plan: ReshardPlan) -> dict[str, str]:
-    """Hugging Face tensor that travels whole -> path of the module that its values end in."""
-    wanted = frozenset(plan.loader_tensors)
-    return {
-        tensor.name: plan.map.fused(name).parameter.format(layer=entry.layer).rpartition(".")[0]
-        for entry in plan.entries
-        for tensor, (name, _) in zip(entry.hf, entry.rule.hf, strict=True)
-        if tensor.name in wanted
-    }
 
 
 def _last(target: str) -> str:

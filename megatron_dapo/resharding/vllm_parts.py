@@ -2,9 +2,10 @@
 
 Kernels may keep weights in a layout of their own: on CPU, oneDNN packs every linear layer and
 frees the weight, fused experts are packed in place, and heads keep a packed copy beside the
-weight. vLLM's layerwise reload brings single modules back into the checkpoint's layout and then
-lets the kernel take them over again. The functions of it that vLLM does not export are used where
-they are found; where not, vLLM's own loader gets the same weights as Hugging Face tensors.
+weight; GPU kernels may lay out FP8 matrices and their scales anew. vLLM's layerwise reload brings
+single modules back into the checkpoint's layout and then lets the kernel take them over again. The
+functions of it that vLLM does not export are used where they are found; where not, vLLM's own
+loader gets the same weights as Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from vllm.model_executor.model_loader.reload import (
 
 from megatron_dapo.resharding.boxes import Placement
 from megatron_dapo.resharding.digest import as_matrix
-from megatron_dapo.resharding.quantize import quantized
 from megatron_dapo.resharding.receive import Way
 
 if TYPE_CHECKING:
@@ -113,62 +113,46 @@ class RebuiltPart:
 class LoaderPart:
     """Parameters that vLLM's own loader fills, from full Hugging Face tensors.
 
-    Targets are either such tensors, as they arrive, or parameters whose Hugging Face tensors are
-    put together here. This rank holds a part of those, which is the part that the loader reads.
-    Matrices for an engine in FP8 become values and scales here.
+    These are put together here: this rank holds a part of each, which is the part that the loader
+    reads. Scales of FP8 matrices are tensors of their own, as in FP8 checkpoints.
     """
 
     model: nn.Module
     path: str
-    """Of the module in the model."""
+    """Of the module that all targets belong to."""
     targets: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype
+    dtypes: Mapping[str, torch.dtype]
+    """Of the targets."""
     device: torch.device
     model_config: ModelConfig
-    placements: tuple[Placement, ...] = ()
-    """Where Hugging Face tensors lie in the targets; none where targets are such tensors."""
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    placements: tuple[Placement, ...]
+    """Where Hugging Face tensors lie in the targets."""
+    shapes: Mapping[str, tuple[int, ...]]
     """Of those Hugging Face tensors."""
-    in_fp8: bool = False
     way: Way = "loader"
     _tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def open(self) -> Mapping[str, Tensor]:
-        self._tensors = self._empty(self.targets)
+        self._tensors = self._empty(self.targets, self.dtypes)
         return self._tensors
 
     def close(self) -> None:
-        tensors = self._hf_tensors() if self.placements else self._tensors
+        tensors = self._hf_tensors()
         module = self.model.get_submodule(self.path)
         initialize_layerwise_reload(module)
-        wanted = self._to_be_filled(module)
-        loaded: set[str] = self.model.load_weights(self._named(tensors))  # type: ignore[operator]
+        loaded: set[str] = self.model.load_weights(_each_once(tensors))  # type: ignore[operator]
         finalize_layerwise_reload(module, self.model_config)
         self._tensors = {}
-        if left := sorted(wanted - loaded):
+        if left := sorted(set(self.targets) - loaded):
             raise RuntimeError(
                 f"vLLM's loader did not fill {left[0]!r}, which would keep values of earlier "
                 "weights; it does not load this model as resharding.engine_map says"
             )
         repack_cpu_experts(module)
 
-    def _to_be_filled(self, module: nn.Module) -> set[str]:
-        """Parameters in the layout of the checkpoint that the loader must report as loaded."""
-        if self.placements:
-            return set(self.targets)
-        return {f"{self.path}.{name}" for name, _ in module.named_parameters(recurse=False)}
-
-    def _named(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor once, let go when the next is asked for."""
-        for name in list(tensors):
-            tensor = tensors.pop(name)
-            if self.in_fp8 and tensor.dim() == 2:
-                yield from quantized([(name, tensor)])
-            else:
-                yield name, tensor
-
     def _hf_tensors(self) -> dict[str, Tensor]:
-        full = self._empty(self.shapes)
+        dtypes = {place.tensor: self.dtypes[place.parameter] for place in self.placements}
+        full = self._empty(self.shapes, dtypes)
         for place in self.placements:
             box = place.part
             source = as_matrix(self._tensors[place.parameter])
@@ -178,11 +162,19 @@ class LoaderPart:
             )
         return full
 
-    def _empty(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    def _empty(
+        self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    ) -> dict[str, Tensor]:
         return {
-            name: torch.empty(shape, dtype=self.dtype, device=self.device)
+            name: torch.empty(shape, dtype=dtypes[name], device=self.device)
             for name, shape in shapes.items()
         }
+
+
+def _each_once(tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor, let go when the next is asked for."""
+    for name in list(tensors):
+        yield name, tensors.pop(name)
 
 
 def repack_cpu_experts(model: nn.Module) -> None:

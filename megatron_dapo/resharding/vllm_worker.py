@@ -22,8 +22,8 @@ class WeightReports:
         """Target of the plan -> 16 hexadecimal digits.
 
         A parameter that is written in place is digested now, as it is served. What the kernel
-        keeps in a layout of its own, or vLLM's loader quantises, was digested when it had arrived
-        whole and before it was handed over; only the probe covers what came after.
+        keeps in a layout of its own, such as FP8 matrices, was digested when it had arrived whole
+        and before it was handed over; only the probe covers what came after.
 
         Raises:
             RuntimeError: no update was finished, or the last one did not end well.

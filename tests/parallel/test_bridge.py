@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -62,7 +63,11 @@ def _write_folders(root: Path) -> None:
 
 
 def _config(
-    folder: Path, layout: ParallelConfig, transport: str, engine_dtype: str = "auto"
+    folder: Path,
+    layout: ParallelConfig,
+    transport: str,
+    engine_dtype: str = "auto",
+    quantization: Literal["fp8"] | None = None,
 ) -> RunConfig:
     return RunConfig(
         run_dir=folder,
@@ -73,6 +78,7 @@ def _config(
             engine_tensor=ENGINE_TENSOR,
             engines=REPLICAS,
             engine_dtype=engine_dtype,  # type: ignore[arg-type]
+            engine_quantization=quantization,
         ),
         resharding=ReshardingConfig(transport=transport, timeout_seconds=TIMEOUT),  # type: ignore[arg-type]
     )

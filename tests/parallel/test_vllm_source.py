@@ -157,7 +157,7 @@ def _fp8_source(folder: Path, layout: ParallelConfig) -> None:
     rank = Rank(folder, layout)
     family = family_for(rank.hf_config)
     engine = EngineLayout(dtype="bfloat16", quantization="fp8")
-    names = EngineMap(family, engine).loader_tensors()
+    names = EngineMap(family, engine).quantized_tensors()
     source = PolicySource(
         *rank.parts, dtype=torch.bfloat16, bucket_bytes=SMALL_BUCKET, in_fp8=names, everywhere=True
     )
@@ -166,7 +166,7 @@ def _fp8_source(folder: Path, layout: ParallelConfig) -> None:
     exact = {n: t.clone() for n, t in export_stream(*rank.parts, everywhere=True)}
     tensors = dict(pairs)
     scaled = [name for name in exact if name + "_scale_inv" in tensors]
-    assert set(scaled) == {name for name in names if exact[name].dim() == 2}
+    assert set(scaled) == set(names) and all(exact[name].dim() == 2 for name in names)
     assert not [name for name in scaled if "gate.weight" in name or "embed" in name]
     for name in scaled:
         back = dequantize_blocks(tensors[name], tensors[name + "_scale_inv"])

@@ -43,14 +43,32 @@ def test_the_32b_update_is_spelled_out(capsys: pytest.CaptureFixture[str]) -> No
     assert "0-63" in text and "64-127" in text
 
 
-def test_an_fp8_update_says_what_whole_matrices_cost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_fp8_update_moves_what_the_engines_own(capsys: pytest.CaptureFixture[str]) -> None:
     fp8 = ("rollout.engine_quantization=fp8", "rollout.engine_tensor=2")
     text = " ".join(plan(capsys, "examples/qwen3_30b_a3b/gspo.yaml", *fp8).split())
-    assert "1.979 of the lower bound" in text
-    assert "18624 tensors that travel whole to every engine rank" in text
-    assert "one module of them beside the two buckets, at most 1.125 GiB" in text
+    assert "2 rank(s), fp8/bfloat16, transport" in text
+    assert "1.000 of the lower bound" in text
+    assert "straight into the engines' parameters, all of them" in text
+    assert "FP8: 1,824,768 blocks of 128 x 128" in text
+    assert "each lies on one trainer rank" in text
     found = json.loads(plan(capsys, "examples/qwen3_30b_a3b/gspo.yaml", *fp8, "--json"))
-    assert found["loader_module_bytes"] == 128 * 3 * 2048 * 768 * 2
+    whole = json.loads(plan(capsys, "examples/qwen3_30b_a3b/gspo.yaml", fp8[1], "--json"))
+    assert found["bytes_moved"] == found["lower_bound"]
+    assert 0.5 < found["bytes_moved"] / whole["bytes_moved"] < 0.53
+    assert whole["blocks"] == whole["shared_blocks"] == 0
+    # Four attention matrices and 128 experts a layer, in blocks.
+    layer = 16 * (2 * 32 + 2 * 4) + 128 * 3 * 16 * 6
+    assert found["blocks"] == 48 * layer
+
+
+def test_blocks_that_trainers_cut_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    fp8 = ("rollout.engine_quantization=fp8", "rollout.engine_tensor=2", "--json")
+    cut = ("examples/qwen3_30b_a3b/gspo.yaml", "parallel.expert_tensor=4", "parallel.expert=8")
+    found = json.loads(plan(capsys, *cut, *fp8))
+    assert found["shared_blocks"] == 48 * 128 * 3 * 2 * 16
+    assert found["bytes_moved"] == found["lower_bound"]
+    text = " ".join(plan(capsys, *cut, *fp8[:-1]).split())
+    assert "589,824 lie on several trainer ranks, which exchange their maxima first" in text
 
 
 def test_programs_get_the_bytes_of_every_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +79,6 @@ def test_programs_get_the_bytes_of_every_rank(capsys: pytest.CaptureFixture[str]
     assert sum(sent) == sum(received) == found["bytes_moved"] == found["lower_bound"]
     assert max(sent) <= 1.1 * min(sent)
     assert found["memory_bound"] == 2 * 64 * 2**20
-    assert found["loader_module_bytes"] == 0
     # Keys and values of 4 heads fit 4 ranks, so an engine owns each weight once; norms, their
     # copies for heads and the routers are on every rank.
     copied = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048

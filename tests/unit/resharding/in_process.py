@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -30,10 +31,29 @@ def trainer_parameters(
 
 def outboxes_of(plan: ReshardPlan, tensors: dict[str, Tensor]) -> list[Outbox]:
     """All trainer ranks' messages for a model of these Hugging Face tensors."""
-    return [
+    outboxes = [
         Outbox(plan, rank, trainer_parameters(plan, tensors, rank))
         for rank in range(plan.train.world_size)
     ]
+    find_scales(outboxes)
+    return outboxes
+
+
+def find_scales(outboxes: list[Outbox]) -> None:
+    """The scales of all trainer ranks, with the exchange that their groups make."""
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    for outbox in outboxes:
+        outbox.scales.measure()
+        held = outbox.plan.train.shards_of(outbox.sender)
+        for kind, numbers in outbox.scales.shared.items():
+            shard, replica = held[kind]
+            groups[kind, shard.stage, shard.expert, replica].append(numbers)
+    for group in groups.values():
+        largest = torch.stack(group).amax(0)
+        for numbers in group:
+            numbers.copy_(largest)
+    for outbox in outboxes:
+        outbox.scales.settle()
 
 
 @dataclass

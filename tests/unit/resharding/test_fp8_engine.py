@@ -1,4 +1,4 @@
-"""Full tensors become values and scales in the right rows of vLLM's fused FP8 parameters.
+"""What a plan writes into vLLM's fused FP8 parameters is what vLLM loads from an FP8 checkpoint.
 
 vLLM's own layers, parameters, weight loaders and layerwise reload; only its kernels, which need a
 GPU, are stand-ins.
@@ -6,23 +6,24 @@ GPU, are stand-ins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-from megatron_dapo.resharding.quantize import (
-    BLOCK,
-    E4M3,
-    SCALE_SUFFIX,
-    dequantize_blocks,
-    quantize_blocks,
-    quantized,
-)
+from megatron_dapo.resharding.block_grid import BLOCK, SCALE_SUFFIX
+from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
+from megatron_dapo.resharding.messages import dtype_of
+from megatron_dapo.resharding.plan import TrainLayout
+from megatron_dapo.resharding.quantize import E4M3, dequantize_blocks, quantized
 from megatron_dapo.rollout.server_options import FP8_BLOCKS
+from tests.unit.resharding.fp8_layouts import bits, expected, telling
+from tests.unit.resharding.layouts import Case
 
 vllm_linear = pytest.importorskip("vllm.model_executor.layers.linear", reason="vLLM is missing")
 
@@ -30,9 +31,14 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  #
 from vllm.model_executor.layers.quantization import fp8  # noqa: E402
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading  # noqa: E402
 
-from megatron_dapo.resharding.vllm_parts import LoaderPart  # noqa: E402
+from megatron_dapo.resharding.vllm_parts import (  # noqa: E402
+    LoaderPart,
+    RebuiltPart,
+    find_reload,
+)
 
-HIDDEN, HEADS, HEAD = 256, 4, 128
+HEADS, HEAD, FFN, EXPERTS = 4, 128, 512, 3
+HIDDEN = HEADS * HEAD
 GRID = "get_tensor_model_parallel_world_size"
 RANK = "get_tensor_model_parallel_rank"
 
@@ -70,12 +76,25 @@ def fp8_config() -> fp8.Fp8Config:
     return fp8.Fp8Config.from_config(blocks)
 
 
-def telling(*shape: int, seed: int) -> Tensor:
-    """Blocks of very different size, so that a scale in a wrong place is seen."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randn(shape, generator=generator)
-    rows, cols = (torch.arange(size) // BLOCK for size in shape)
-    return (values * 2.0 ** (rows[:, None] * 3 + cols[None] - seed)).bfloat16()
+def case_of(place: tuple[int, int], family: str, kv_heads: int = 2) -> Case:
+    """One layer, for engines of so many ranks."""
+    sizes: dict[str, object] = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "vocab_size": 64,
+    }
+    if family == "qwen3_moe":
+        sizes |= {"head_dim": HEAD, "num_experts": EXPERTS, "moe_intermediate_size": 256}
+        sizes["decoder_sparse_step"] = 1
+    return Case(
+        transformers.AutoConfig.for_model(family, **sizes),
+        TrainLayout(padded_vocab_size=64),
+        EngineLayout(tensor=place[0], quantization="fp8"),
+        10**6,
+    )
 
 
 class Model(nn.Module):
@@ -100,87 +119,146 @@ class Model(nn.Module):
         return filled
 
 
-def loaded(model: Model, tensors: dict[str, Tensor]) -> nn.Module:
-    """The layer after its full tensors have gone through a `LoaderPart`."""
-    layer = cast(nn.Module, getattr(model, model.name))
-    record_metadata_for_reloading(model)
-    for parameter in layer.parameters():
-        parameter.data.fill_(1.0)
-    part = LoaderPart(
-        model,
-        model.name,
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        torch.bfloat16,
-        torch.device("cpu"),
-        cast(Any, SimpleNamespace(dtype=torch.bfloat16, quantization="fp8")),
-        in_fp8=True,
+@dataclass(frozen=True)
+class Layer:
+    """One fused layer of vLLM and the Hugging Face tensors in it."""
+
+    make: Callable[[], nn.Module]
+    prefix: str
+    name: str
+    parts: dict[str, object]
+
+    def model(self) -> Model:
+        model = Model(self.make(), self.name, self.parts)
+        record_metadata_for_reloading(model)
+        for parameter in model.parameters():
+            parameter.data.fill_(1.0)
+        return model
+
+
+def part_for(
+    way: str, model: Model, layer: Layer, case: Case, rank: int
+) -> RebuiltPart | LoaderPart:
+    """The layer's parameters but for its bias, which is live."""
+    layout = EngineMap(case.family, case.engine)
+    start = layer.prefix + layer.name
+    contents = {
+        name.removeprefix(layer.prefix): (content, shape)
+        for name, content, shape in layout.contents(rank)
+        if name.startswith(start + ".") and not name.endswith("bias")
+    }
+    targets = {name: shape for name, (_, shape) in contents.items()}
+    config = cast(Any, SimpleNamespace(dtype=torch.bfloat16, quantization="fp8"))
+    if way == "rebuilt":
+        reload = find_reload()
+        assert reload is not None
+        names = {name: name.rpartition(".")[2] for name in targets}
+        module = model.get_submodule(layer.name)
+        return RebuiltPart(module, names, targets, config, reload)
+    placements = tuple(
+        replace(
+            found,
+            tensor=found.tensor.removeprefix(layer.prefix),
+            parameter=found.parameter.removeprefix(layer.prefix),
+        )
+        for found in layout.placements(rank)
+        if found.parameter.removeprefix(layer.prefix) in targets
     )
-    for _ in range(2):  # an update like any other
-        for name, target in part.open().items():
-            target.copy_(tensors[name])
-        part.close()
-    return layer
+    checkpoint = quantized_tensors(case, layer)
+    return LoaderPart(
+        model,
+        layer.name,
+        targets,
+        {name: dtype_of(content, torch.bfloat16) for name, (content, _) in contents.items()},
+        torch.device("cpu"),
+        config,
+        placements,
+        {found.tensor: tuple(checkpoint[found.tensor].shape) for found in placements},
+    )
 
 
-def check(layer: nn.Module, wanted: Tensor) -> None:
-    """Values and scales together are the rank's part of the tensors, rounded once."""
-    weight, scales = layer.get_parameter("weight"), layer.get_parameter("weight_scale_inv")
-    assert (weight.dtype, scales.dtype) == (E4M3, torch.float32)
-    assert weight.shape == wanted.shape
-    values, exact = quantize_blocks(wanted)
-    assert torch.equal(weight.data.view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(scales.data, exact)
-    error = (dequantize_blocks(weight.data, scales.data) - wanted.float()).abs()
-    assert (error <= wanted.float().abs() / 16 + exact.max() * 2**-10).all()
+def quantized_tensors(case: Case, layer: Layer) -> dict[str, Tensor]:
+    """As an FP8 checkpoint holds the layer: values and scales; biases as they are."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in telling(case.family).items():
+        short = name.removeprefix(layer.prefix)
+        if short == name or short.rpartition(".")[0] not in layer.parts:
+            continue
+        rounded = tensor.bfloat16()
+        found |= dict(quantized([(short, rounded)])) if tensor.dim() == 2 else {short: rounded}
+    return found
 
 
-def cut(tensor: Tensor, place: tuple[int, int], dim: int) -> Tensor:
-    return tensor.chunk(place[0], dim)[place[1]]
+def check(case: Case, place: tuple[int, int], layer: Layer) -> None:
+    """Both ways of writing leave what vLLM's own loader leaves of an FP8 checkpoint."""
+    reference = layer.model()
+    reference.load_weights(quantized_tensors(case, layer).items())
+    whole = expected(case, telling(case.family), place[1])
+    wanted = {name: whole[layer.prefix + name] for name, _ in reference.named_parameters()}
+    for name, parameter in reference.named_parameters():
+        assert torch.equal(bits(parameter.data), bits(wanted[name])), name
+    for way in ("rebuilt", "loader"):
+        model = layer.model()
+        part = part_for(way, model, layer, case, place[1])
+        for _ in range(2):  # an update like any other
+            for name, target in part.open().items():
+                target.copy_(wanted[name].view(target.dtype))
+            part.close()
+        found = dict(model.named_parameters())
+        for name in part.targets:
+            assert torch.equal(bits(found[name].data), bits(wanted[name])), (way, name)
+        weight = found[f"{layer.name}.weight"].data
+        assert weight.dtype == E4M3
+        back = dequantize_blocks(weight, found[f"{layer.name}.weight{SCALE_SUFFIX}"].data)
+        assert back.abs().max() > 10 * back.abs().median() > 0
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_qkv(place: tuple[int, int], kv_heads: int) -> None:
-    layer = vllm_linear.QKVParallelLinear(
-        HIDDEN, HEAD, HEADS, kv_heads, params_dtype=torch.bfloat16, quant_config=fp8_config()
-    )
-    tensors = {
-        f"{part}_proj.weight": telling(heads * HEAD, HIDDEN, seed=seed)
-        for seed, (part, heads) in enumerate({"q": HEADS, "k": kv_heads, "v": kv_heads}.items())
-    }
-    tensors |= {
-        name.replace("weight", "bias"): tensor[:, 0].clone() for name, tensor in tensors.items()
-    }
-    model = Model(layer, "qkv_proj", {f"{part}_proj": part for part in "qkv"})
-    found = loaded(model, tensors)
+    def make() -> nn.Module:
+        return vllm_linear.QKVParallelLinear(
+            HIDDEN, HEAD, HEADS, kv_heads, params_dtype=torch.bfloat16, quant_config=fp8_config()
+        )
 
-    def mine(kind: str) -> Tensor:
-        whole = {part: tensors[f"{part}_proj.{kind}"] for part in "qkv"}
-        keys = [whole[part] if kv_heads < place[0] else cut(whole[part], place, 0) for part in "kv"]
-        return torch.cat([cut(whole["q"], place, 0), *keys])
-
-    check(found, mine("weight"))
-    assert torch.equal(found.get_parameter("bias").data, mine("bias"))
+    parts: dict[str, object] = {f"{part}_proj": part for part in "qkv"}
+    layer = Layer(make, "model.layers.0.self_attn.", "qkv_proj", parts)
+    check(case_of(place, "qwen2", kv_heads), place, layer)
 
 
 def test_gate_and_up(place: tuple[int, int]) -> None:
-    layer = vllm_linear.MergedColumnParallelLinear(
-        HIDDEN, [512] * 2, bias=False, params_dtype=torch.bfloat16, quant_config=fp8_config()
-    )
-    tensors = {
-        f"{part}_proj.weight": telling(512, HIDDEN, seed=seed)
-        for seed, part in enumerate(("gate", "up"))
-    }
-    model = Model(layer, "gate_up_proj", {"gate_proj": 0, "up_proj": 1})
-    check(loaded(model, tensors), torch.cat([cut(t, place, 0) for t in tensors.values()]))
+    def make() -> nn.Module:
+        return vllm_linear.MergedColumnParallelLinear(
+            HIDDEN, [FFN] * 2, bias=False, params_dtype=torch.bfloat16, quant_config=fp8_config()
+        )
+
+    parts: dict[str, object] = {"gate_proj": 0, "up_proj": 1}
+    layer = Layer(make, "model.layers.0.mlp.", "gate_up_proj", parts)
+    check(case_of(place, "qwen2"), place, layer)
 
 
 def test_row_parallel_layers(place: tuple[int, int]) -> None:
-    layer = vllm_linear.RowParallelLinear(
-        512, HIDDEN, bias=False, params_dtype=torch.bfloat16, quant_config=fp8_config()
-    )
-    tensors = {"down_proj.weight": telling(HIDDEN, 512, seed=1)}
-    model = Model(layer, "down_proj", {"down_proj": None})
-    check(loaded(model, tensors), cut(tensors["down_proj.weight"], place, 1))
+    def make() -> nn.Module:
+        return vllm_linear.RowParallelLinear(
+            FFN, HIDDEN, bias=False, params_dtype=torch.bfloat16, quant_config=fp8_config()
+        )
+
+    layer = Layer(make, "model.layers.0.mlp.", "down_proj", {"down_proj": None})
+    check(case_of(place, "qwen2"), place, layer)
+
+
+def test_why_parts_that_blocks_do_not_fill_are_refused(place: tuple[int, int]) -> None:
+    """vLLM refuses some itself; rows of fused layers it takes, with less scales than blocks."""
+    options = {"bias": False, "params_dtype": torch.bfloat16, "quant_config": fp8_config()}
+    uneven = 192 * place[0]
+    fused = vllm_linear.MergedColumnParallelLinear(HIDDEN, [uneven] * 2, **options)
+    assert fused.get_parameter("weight" + SCALE_SUFFIX).shape[0] == 3 < 2 * 2
+    if place[0] > 1:
+        with pytest.raises(ValueError, match="not divisible by weight quantization block_k"):
+            vllm_linear.RowParallelLinear(uneven, HIDDEN, **options)
+    with pytest.raises(ValueError, match="not divisible by weight quantization block_n"):
+        expert_loader(place).quant_method.create_weights(
+            nn.Module(), EXPERTS, HIDDEN, 192, torch.bfloat16
+        )
 
 
 def test_routers_stay_as_they_are(place: tuple[int, int]) -> None:
@@ -198,34 +276,36 @@ def test_routers_stay_as_they_are(place: tuple[int, int]) -> None:
 
 def test_experts(place: tuple[int, int]) -> None:
     """w13 and w2 with their scales, as `Fp8MoEMethod` makes them and `RoutedExperts` loads them."""
-    experts, ffn = 3, 256
+    case = case_of(place, "qwen3_moe")
+    ffn = case.family.dimensions["expert_ffn"]
     holder, loader = nn.Module(), expert_loader(place)
     loader.quant_method.create_weights(
-        holder, experts, HIDDEN, ffn // place[0], torch.bfloat16, weight_loader=loader.weight_loader
+        holder, EXPERTS, HIDDEN, ffn // place[0], torch.bfloat16, weight_loader=loader.weight_loader
     )
     names = {"gate": ("w13", "w1"), "up": ("w13", "w3"), "down": ("w2", "w2")}
-    tensors = {
-        f"{expert}.{part}": telling(*((HIDDEN, ffn) if part == "down" else (ffn, HIDDEN)), seed=s)
-        for expert in range(experts)
-        for s, part in enumerate(names, start=3 * expert)
-    }
-    for name, tensor in quantized(tensors.items()):
-        expert, part = name.removesuffix(SCALE_SUFFIX).split(".")
-        fused, shard = names[part]
-        kind = f"{fused}_weight" + (SCALE_SUFFIX if name.endswith(SCALE_SUFFIX) else "")
+    tensors = telling(case.family)
+    layer = Layer(
+        nn.Module,
+        "model.layers.0.mlp.experts.",
+        "",
+        dict.fromkeys(f"{expert}.{part}_proj" for expert in range(EXPERTS) for part in names),
+    )
+    for name, tensor in quantized_tensors(case, layer).items():
+        expert, part, last = name.split(".")
+        fused, shard = names[part.removesuffix("_proj")]
+        kind = f"{fused}_{last}"
         parameter = holder.get_parameter(kind)
         assert loader.weight_loader(parameter, tensor, kind, shard, int(expert), True)
-    for expert in range(experts):
-        gate_up = [cut(tensors[f"{expert}.{part}"], place, 0) for part in ("gate", "up")]
-        for fused, wanted in (
-            ("w13_weight", torch.cat(gate_up)),
-            ("w2_weight", cut(tensors[f"{expert}.down"], place, 1)),
-        ):
-            values, scales = quantize_blocks(wanted)
-            found = holder.get_parameter(fused)[expert]
-            assert found.dtype == E4M3
-            assert torch.equal(found.view(torch.uint8), values.view(torch.uint8)), fused
-            assert torch.equal(holder.get_parameter(fused + SCALE_SUFFIX)[expert], scales), fused
+    wanted = expected(case, tensors, place[1])
+    planned = EngineMap(case.family, case.engine).parameters(place[1])
+    found = dict(holder.named_parameters())
+    assert len(found) == 4
+    for name, parameter in found.items():
+        full = f"model.layers.0.mlp.experts.routed_experts.{name}"
+        assert tuple(parameter.shape) == planned[full]
+        assert torch.equal(
+            bits(parameter.data), bits(wanted[full]).view(bits(parameter.data).shape)
+        )
 
 
 def expert_loader(place: tuple[int, int]) -> Any:

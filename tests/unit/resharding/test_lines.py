@@ -42,6 +42,24 @@ def test_a_position_leads_to_the_next_row() -> None:
         row_at(parts, 39)
 
 
+def test_rows_that_begin_blocks_bring_their_scales() -> None:
+    found = segments([crossing(0, 256, 384), crossing(300, 84, 128)], 1, in_blocks=True)
+    assert found == (Segment(0, 256, 384, 12, 128), Segment(300, 84, 128, 4, 128))
+    assert [segment.num_bytes for segment in found] == [256 * 384 + 2 * 12, 84 * 128]
+    assert bytes_between(found, 128, 256) == bytes_between(found, 0, 128) == 128 * 384 + 12
+    assert bytes_between(found, 1, 128) == 127 * 384
+
+
+def test_rows_of_one_block_are_not_parted() -> None:
+    part = Segment(64, 576, 10, 4, 128)  # half a block, four blocks
+    step = 128 * 10 + 4
+    wanted = {0: 128, 640: 128, 641: 256, 640 + step: 256, 641 + step: 384, part.num_bytes: 640}
+    assert {position: part.row_at(position) for position in wanted} == wanted
+    assert part.num_bytes == 640 + 4 * step and part.step_bytes == step
+    inside = Segment(10, 20, 10, 0, 128)
+    assert [inside.row_at(position) for position in (0, 1, 200)] == [30, 30, 30]
+
+
 @given(parts=PARTS, replicas=st.integers(1, 9), buckets=st.integers(1, 30))
 def test_every_row_has_one_owner_and_shares_are_even(
     parts: list[Segment], replicas: int, buckets: int

@@ -162,40 +162,6 @@ def test_no_box_cuts_a_word_of_a_parameter(case: Case) -> None:
         assert all(box.col * item % word == 0 == box.cols * item % word for box in found)
 
 
-@RANDOM_LAYOUTS
-@given(case=cases(), data=st.data())
-def test_a_quantised_engine_gets_whole_tensors_for_its_loader(
-    case: Case, data: st.DataObject
-) -> None:
-    engine = EngineLayout(
-        tensor=case.engine.tensor,
-        expert_parallel=case.engine.expert_parallel,
-        quantization="fp8",
-    )
-    plan, tensors = (
-        build_plan(case.train, engine, case.family, bucket_bytes=case.bucket_bytes),
-        numbered(case.family),
-    )
-    receiver = data.draw(st.integers(0, engine.tensor - 1))
-    held = cache(lambda rank: train_parameters(case, tensors, rank))
-    names = set(plan.loader_tensors)
-    assert names and names <= set(tensors)
-    whole = {
-        name: torch.full(tensors[name].shape, -1)
-        for name in plan.loader_tensors
-        if name in {t.target for t in plan.transfers_to(receiver)}
-    }
-    for transfer in plan.transfers_to(receiver):
-        if transfer.target in whole:
-            values = matrix_box(held(transfer.sender)[transfer.source], transfer.source_box)
-            matrix_box(whole[transfer.target], transfer.target_box).copy_(values)
-        else:
-            assert transfer.target in plan.parameters(receiver)
-    assert all(torch.equal(value, tensors[name]) for name, value in whole.items())
-    if not engine.expert_parallel:
-        assert set(whole) == names
-
-
 def dense(**sizes: int) -> transformers.PretrainedConfig:
     standard = dict(
         num_hidden_layers=2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from megatron_dapo.resharding.quantize import (
     E4M3,
     E4M3_MAX,
     dequantize_blocks,
+    divide,
     quantize_blocks,
     quantized,
+    raise_peaks,
+    scales_of,
     scales_shape,
 )
 from tests.unit.handed import handed_cases
@@ -72,6 +76,31 @@ def test_the_error_is_the_rounding_of_e4m3_alone(outlier: float) -> None:
     assert bool((error <= torch.maximum(weight.abs() / 16, each * 2**-10) * 1.0001).all())
     untouched = error[:, BLOCK:] / weight[:, BLOCK:].abs().mean()
     assert untouched.mean() < 0.03, "an outlier costs its own block alone"
+
+
+@pytest.mark.parametrize("cuts", [(0, 300), (0, 64, 100, 300), (0, 128, 256, 300), (0, 1, 2, 300)])
+def test_parts_cut_anywhere_give_the_same_bytes_as_the_whole(cuts: tuple[int, ...]) -> None:
+    weight = torch.randn(300, 300, generator=torch.Generator().manual_seed(9))
+    weight = weight * torch.logspace(-3, 3, 300)
+    exact, wanted = quantize_blocks(weight.bfloat16())
+    boxes = [
+        (slice(top, bottom), slice(left, right))
+        for top, bottom in pairwise(cuts)
+        for left, right in pairwise(cuts)
+    ]
+    peaks = torch.zeros(wanted.shape)
+    for rows, cols in boxes:  # each rank of its own, then the maximum over the ranks
+        mine = torch.zeros(wanted.shape)
+        place = {"row": rows.start, "col": cols.start, "dtype": torch.bfloat16}
+        raise_peaks(mine, weight[rows, cols], **place)
+        peaks = torch.maximum(peaks, mine)
+    scales = scales_of(peaks)
+    values = torch.zeros(weight.shape).to(E4M3)
+    for rows, cols in boxes:
+        place = {"row": rows.start, "col": cols.start, "dtype": torch.bfloat16}
+        divide(weight[rows, cols], scales, out=values[rows, cols], **place)
+    assert torch.equal(scales, wanted)
+    assert torch.equal(values.view(torch.uint8), exact.view(torch.uint8))
 
 
 def test_a_peak_survives_and_zeros_stay_zeros() -> None:
