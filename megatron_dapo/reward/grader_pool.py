@@ -26,6 +26,7 @@ SPARE = 1
 """Workers above `reward.workers`, so that a call does not wait for one that is being replaced."""
 START_TRIES = 3
 RETRY_SECONDS = 0.5
+MOST_TOLD = 3
 
 
 def needs_pool(config: RewardConfig) -> bool:
@@ -72,7 +73,8 @@ class GraderPool:
         self._closed = False
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grader starter")
         self._counts: Counter[str] = Counter()
-        self._explained = False
+        self.first_failures: list[str] = []
+        """What the first calls that came to nothing have said, one line each."""
         self._warned_of_network = False
 
     def start(self) -> None:
@@ -180,7 +182,9 @@ class GraderPool:
         """Count a failure; the first one is told whole, the others in a debug line."""
         with self._lock:
             self._counts[str(reply.failure)] += 1
-            first, self._explained = not self._explained, True
+            first = not self.first_failures
+            if len(self.first_failures) < MOST_TOLD:
+                self.first_failures.append(f"{reply.failure}: {reply.error}")
         text = f"{reply.error}\n{reply.traceback}".strip()
         text = text.encode(errors="backslashreplace").decode()
         if first:

@@ -64,19 +64,28 @@ class TooManyGradingErrors(RuntimeError):
     """So many graders failed that what is left says more of them than of the policy."""
 
 
-def check_grading_errors(generated: Iterable[Group], most: float) -> int:
+def check_grading_errors(
+    generated: Iterable[Group], most: float, failures: Sequence[str] = ()
+) -> int:
     """Responses of a step whose grader failed.
 
+    Args:
+        generated: groups of the step.
+        most: share of their responses that may have failed (reward.max_error_share).
+        failures: what the first ones have said.
+
     Raises:
-        TooManyGradingErrors: they are more than the share `most` (reward.max_error_share).
+        TooManyGradingErrors: they are more than that.
     """
     groups = list(generated)
     errors = grading_errors(groups)
     responses = sum(r.finish_reason != "abort" for group in groups for r in group.responses)
     if errors > most * responses:
+        told = "".join(f"\n- {failure}" for failure in failures)
         raise TooManyGradingErrors(
             f"the grader failed on {errors} of {responses} responses of this step, a share of "
-            f"{errors / responses:.3f}: at most reward.max_error_share={most} is allowed. The log "
-            "tells the first failure with its traceback; mend the grader, or raise the share"
+            f"{errors / responses:.3f}: at most reward.max_error_share={most} is allowed. Mend the "
+            "grader, or raise the share"
+            + (f". The first failures:{told}" if told else "; the log tells the first failure")
         )
     return errors

@@ -95,8 +95,13 @@ class PrefixFilling:
         """Go on with what a checkpoint holds, from the next step on.
 
         Raises:
-            DraftStateError: it holds unfinished responses.
+            DraftStateError: it holds unfinished responses, or groups of an earlier step.
         """
+        if saved.ready and not self._carries:
+            raise DraftStateError(
+                f"the checkpoint holds {len(saved.ready)} groups of earlier weights, and "
+                "sampling.surplus=drop trains on none: resume with sampling.surplus=carry"
+            )
         if saved.unfinished:
             raise DraftStateError(
                 f"the checkpoint holds {len(saved.unfinished)} groups with unfinished responses, "

@@ -21,6 +21,7 @@ from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.draft_source import DraftSource, PromptSource
 from megatron_dapo.rollout.engine import GenerationRequest
 from megatron_dapo.rollout.grading import Grader, check_grading_errors
+from megatron_dapo.rollout.group_state import DraftStateError
 from megatron_dapo.rollout.member_sampler import EnginesLost, Generate, MemberSampler
 from megatron_dapo.rollout.prefix_filling import PrefixFilling
 from megatron_dapo.rollout.rollout_metrics import staleness_metrics
@@ -56,6 +57,7 @@ class GroupScheduler:
         capacity: sequences that the living engines decode at once.
         last_step: nothing is sampled for steps behind it. None: there is no last one.
         max_error_share: share of a step's responses whose grader may fail.
+        grading_failures: what the first graders that failed have said.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class GroupScheduler:
         capacity: Callable[[], int],
         last_step: int | None = None,
         max_error_share: float = 1.0,
+        grading_failures: Callable[[], Sequence[str]] = tuple,
     ) -> None:
         self._rollout = rollout
         self._sampling = sampling
@@ -79,6 +82,7 @@ class GroupScheduler:
         self._stop_token_ids = tuple(stop_token_ids)
         self._last_step = last_step
         self._max_error_share = max_error_share
+        self._grading_failures = grading_failures
         self._ahead: asyncio.Task[ReadyStep] | None = None
         self._restored: ReadyStep | None = None
         """The step that had been sampled ahead of a checkpoint."""
@@ -150,6 +154,7 @@ class GroupScheduler:
         """After `interrupt`: what waits is sampled on, where the mode lets it run by itself."""
         if self._rollout.mode == "async":
             self._sampler.go_on()
+            self._way.room()
 
     async def settle(self, *, hurry: bool = False) -> None:
         """Bring everything into a state that can be saved: `state_dict`, then `go_on`.
@@ -187,6 +192,12 @@ class GroupScheduler:
             DraftStateError: the state is damaged, or does not fit to this run.
         """
         saved = state_from_json(state, self._rollout.group_size)
+        if saved.ahead is not None and self._rollout.mode != "one_step_off":
+            raise DraftStateError(
+                f"step {saved.ahead.step} of the checkpoint was sampled from the weights of the "
+                f"step before, and rollout.mode={self._rollout.mode} would not expect that: resume "
+                "with rollout.mode=one_step_off"
+            )
         self._way.restore(saved)
         self._restored = saved.ahead
 
@@ -206,7 +217,8 @@ class GroupScheduler:
         """The step, sampled ahead or now."""
         restored, self._restored = self._restored, None
         ahead, self._ahead = self._ahead, None
-        if restored is not None and restored.step == step:
+        if restored is not None:
+            assert restored.step == step, f"step {restored.step} was sampled ahead, not {step}"
             return restored
         if ahead is not None and not (ahead.done() and isinstance(ahead.exception(), EnginesLost)):
             return await ahead
@@ -214,7 +226,9 @@ class GroupScheduler:
 
     async def _sampled(self, step: int, version: int) -> ReadyStep:
         collected = await self._way.collect(step, version)
-        errors = check_grading_errors(collected.generated, self._max_error_share)
+        errors = check_grading_errors(
+            collected.generated, self._max_error_share, self._grading_failures()
+        )
         self._check_enough(collected)
         metrics = collected_metrics(collected, self._round_prompts)
         metrics["reward/errors"] = float(errors)

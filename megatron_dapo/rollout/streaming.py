@@ -8,6 +8,7 @@ Long responses are therefore late, and not lost: the step waits for those that w
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.collected import Collected, Tally, drafts_of
@@ -15,10 +16,12 @@ from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.draft_source import DraftSource
 from megatron_dapo.rollout.fill import is_usable
 from megatron_dapo.rollout.keep_rate import KeepRate
-from megatron_dapo.rollout.member_sampler import MemberSampler
+from megatron_dapo.rollout.member_sampler import EnginesLost, MemberSampler
 from megatron_dapo.rollout.scheduler_state import SchedulerState
 from megatron_dapo.rollout.selection import select_groups
 from megatron_dapo.rollout.staleness import must_finish, split_stale, waits_until
+
+logger = logging.getLogger(__name__)
 
 
 class Streaming:
@@ -103,8 +106,11 @@ class Streaming:
     async def drain(self) -> None:
         """Wait until nothing runs; no prompts are drawn meanwhile."""
         drawing, self._drawing = self._drawing, False
-        while not self._sampler.idle:
-            await self._sampler.change()
+        try:
+            while not self._sampler.idle:
+                await self._sampler.change()
+        except EnginesLost as error:
+            logger.warning("%d groups stay unfinished: %s", len(self.open), error)
         self._drawing = drawing
 
     def _begin(self, step: int, version: int) -> None:

@@ -11,11 +11,11 @@ from collections import Counter
 import pytest
 
 from benchmarks.simulated_loop import simulate
-from megatron_dapo.rollout.grading import TooManyGradingErrors
+from megatron_dapo.rollout.grading import TooManyGradingErrors, check_grading_errors
 from megatron_dapo.rollout.member_sampler import EnginesLost
 from megatron_dapo.rollout.scheduler_state import state_to_json
 from megatron_dapo.rollout.selection import NotEnoughGroups
-from megatron_dapo.types import Prompt, Response, Reward
+from megatron_dapo.types import Group, Prompt, Response, Reward
 from tests.unit.rollout.simulated import (
     ALL,
     ASYNC_3,
@@ -171,6 +171,17 @@ def test_graders_that_fail_too_often_stop_the_run(sections: Sections) -> None:
         simulate(run(0.24))
 
 
+def test_what_the_first_failing_graders_said_is_told() -> None:
+    group = Group(
+        Prompt("p", "", (3,), "1"),
+        (Response("p", 0, (2,), (-1.0,), "stop", 0, 0),),
+        (Reward(None, 0.0),),
+    )
+    assert check_grading_errors([group], 1.0) == 1
+    with pytest.raises(TooManyGradingErrors, match=r"first failures:\n- raised: boom\n- late"):
+        check_grading_errors([group], 0.9, ["raised: boom", "late"])
+
+
 @pytest.mark.parametrize("sections", ALL, ids=str)
 def test_a_cancelled_step_leaves_nothing_running(sections: Sections) -> None:
     async def run() -> Run:
@@ -255,3 +266,32 @@ def test_a_checkpoint_with_unfinished_responses_needs_a_schedule_that_continues_
             Run(World(), FINISH, state)
 
     simulate(run())
+
+
+def test_a_checkpoint_with_groups_of_earlier_weights_needs_a_schedule_that_expects_them() -> None:
+    async def run() -> None:
+        first = await Run(World(first_wave=12), FINISH).train(last=1)
+        state = await first.saved()
+        assert state["sampling"]["ready"]  # type: ignore[index]
+        with pytest.raises(RuntimeError, match=r"resume with sampling\.surplus=carry"):
+            Run(World(), DROP, state)
+        second = await Run(World(), ONE_STEP_OFF).train(last=1)
+        with pytest.raises(RuntimeError, match=r"step 2 .* resume with rollout\.mode=one_step_off"):
+            Run(World(), DROP, await second.saved())
+
+    simulate(run())
+
+
+def test_async_samples_on_after_a_checkpoint_that_waited_for_all_responses() -> None:
+    async def run() -> tuple[int, int]:
+        run = Run(World(target=4, slots=3), ASYNC_FINISH)
+        await run.scheduler.collect(1, 0)
+        assert (await run.saved())["sampling"]["unfinished"] == []  # type: ignore[index]
+        before = run.order.taken
+        await asyncio.sleep(5)
+        running = sum(engine.running for engine in run.engines)
+        await run.scheduler.close()
+        return run.order.taken - before, running
+
+    drawn, running = simulate(run())
+    assert drawn > 0 and running > 0
