@@ -71,6 +71,11 @@ def _add_train(commands: Commands[argparse.ArgumentParser]) -> None:
         action="store_true",
         help="resolve, check, print ranks, batches and memory; build nothing",
     )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="start a new run: refuse a run_dir that holds anything, instead of going on in it",
+    )
     parser.set_defaults(run=_train)
 
 
@@ -135,6 +140,8 @@ def _add_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _train(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
+    if options.fresh:
+        _require_empty(config.run_dir)
     if options.dry_run:
         from megatron_dapo.cli.dry_run import dry_run
 
@@ -143,6 +150,15 @@ def _train(options: argparse.Namespace) -> int:
     from megatron_dapo.cli.launch import launch_training
 
     return launch_training(config)
+
+
+def _require_empty(run_dir: Path) -> None:
+    if run_dir.is_dir() and any(run_dir.iterdir()):
+        found = ", ".join(sorted(path.name for path in run_dir.iterdir())[:5])
+        raise ConfigError(
+            f"--fresh: run_dir={run_dir} is not empty (it holds {found}). Name another run_dir, "
+            "move this one away, or leave --fresh out to go on with the run in it"
+        )
 
 
 def _eval(options: argparse.Namespace) -> int:
