@@ -1,9 +1,9 @@
-# make quickstart | test | test-unit | test-parallel | test-e2e | test-full | test-gpu | test-slurm | bench | lint | install | clean
+# make quickstart | test | test-unit | test-parallel | test-e2e | test-full | test-gpu | test-slurm | test-faults | bench | lint | install | clean
 # PYTHON=python3.12 make install   takes another interpreter (3.11 or newer).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-unit test-parallel test-e2e test-full test-gpu test-slurm bench lint clean
+.PHONY: help install quickstart test test-unit test-parallel test-e2e test-full test-gpu test-slurm test-faults bench lint clean
 
 PYTHON ?= $(shell if python3.11 --version >/dev/null 2>&1; then echo python3.11; else echo python3; fi)
 VENV := .venv
@@ -45,6 +45,10 @@ test-e2e: install
 
 test-full: install
 	$(BIN)/python -m pytest tests/unit tests/parallel tests/e2e
+
+# Every point at which a save can die, and a run that is killed again and again. Minutes.
+test-faults: install
+	$(BIN)/python -m pytest -m faults tests/parallel tests/e2e
 
 test-gpu: install
 	$(BIN)/python -m pytest tests/gpu
