@@ -12,24 +12,22 @@ From there on every rank does the same, and only the last pipeline stage sees a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-import torch
 from pydantic import JsonValue
-from torch import Tensor
 from transformers import PretrainedConfig
 
-from megatron_dapo import device
-from megatron_dapo.batch.packing import pack_update, pad_multiple, split_updates
+from megatron_dapo.batch.packing import pack_for_rank, split_updates
 from megatron_dapo.batch.rollout_batch import build_rollout_batch, from_tensors
 from megatron_dapo.checkpoint.completion import HF_FOLDER, note_completion
 from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.config import RunConfig
+from megatron_dapo.engine_weights import EngineWeights
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
 from megatron_dapo.evaluation.set_report import report_set, reports_json
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
@@ -43,15 +41,15 @@ from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.policy.trained_model import SkippedUpdates, TrainedModel
 from megatron_dapo.resharding.open_bridge import WeightBridge
-from megatron_dapo.resharding.sync_metrics import sync_metrics
 from megatron_dapo.resharding.transfer import export_stream
 from megatron_dapo.rollout.driver import RolloutDriver
+from megatron_dapo.rollout.engine import EngineUnavailable
 from megatron_dapo.rollout.event_loop import Interrupted
-from megatron_dapo.rollout.probe import Probe, check_probes, probe_batch
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.types import MicroBatch, RolloutBatch
 
 logger = logging.getLogger(__name__)
+ResultT = TypeVar("ResultT")
 ROLLOUT, TRAINER = "rollout", "trainer"
 """States of a checkpoint."""
 
@@ -83,6 +81,11 @@ class Trainer:
     saved_step: int = 0
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last step, on global rank 0."""
+
+    @cached_property
+    def weights(self) -> EngineWeights:
+        """Brings the policy into the engines."""
+        return EngineWeights(self.config, self.parallel, self.policy, self.bridge, self.rollouts)
 
     def run(self) -> bool:
         """Train from where the run directory stands to `training.steps`, then export.
@@ -175,12 +178,24 @@ class Trainer:
 
     def _collect(self, step: int) -> RolloutStep | None:
         """The step's groups, on global rank 0; None there when a stop interrupts it."""
-        if self.rollouts is None:
-            return None
-        try:
-            return self.rollouts.collect(step, self.policy_version)
-        except Interrupted:
-            return None
+        return self._sampled(lambda rollouts: rollouts.collect(step, self.policy_version))
+
+    def _sampled(self, sample: Callable[[RolloutDriver], ResultT]) -> ResultT | None:
+        """What `sample` gives on global rank 0; None there when a stop interrupts it. Collective:
+        once no engine is left, all ranks help to bring them back, and it goes on."""
+        while True:
+            found, lost = None, False
+            try:
+                found = None if self.rollouts is None else sample(self.rollouts)
+            except Interrupted:
+                logger.warning("asked to stop: sampling is cut short")
+            except EngineUnavailable as error:
+                logger.warning("%s", error)
+                lost = True
+            if not on_any_rank(lost, self.parallel.control_group):
+                return found
+            self.watchdog.mark()
+            self.weights.bring_back()
 
     def _share(self, rollout: RolloutStep | None) -> RolloutBatch:
         """The batch that global rank 0 makes of its groups, on every rank."""
@@ -199,26 +214,7 @@ class Trainer:
             self.config.training.responses_per_update,
             allow_partial=self.config.sampling.when_short == "train",
         )
-        return [self._pack_update(batch, rows) for rows in rows_of_updates]
-
-    def _pack_update(self, batch: RolloutBatch, rows: Tensor) -> list[MicroBatch]:
-        layout = self.config.parallel
-        return pack_update(
-            batch,
-            rows,
-            dp_rank=self.parallel.dp_rank,
-            dp_size=layout.data,
-            tokens_per_micro_batch=self.config.training.tokens_per_micro_batch,
-            pad_multiple=pad_multiple(
-                layout.tensor,
-                layout.context,
-                layout.uses_sequence_parallel,
-                self.config.precision.fp8,
-            ),
-            micro_batch_multiple=layout.pipeline if layout.virtual_pipeline else 1,
-            min_micro_batches=layout.pipeline,
-            cp_size=layout.context,
-        )
+        return [pack_for_rank(batch, rows, self.config, self.parallel) for rows in rows_of_updates]
 
     def _with_old_logprobs(self, update: Sequence[MicroBatch], bag: MetricBag) -> list[MicroBatch]:
         self.watchdog.mark()
@@ -237,46 +233,16 @@ class Trainer:
             self.skipped.note(model.name, result)
 
     def sync_weights(self) -> dict[str, float]:
-        """Engines serve this policy from here on, stamped with `policy_version`. Collective.
-
-        What they hold is compared with what was sent, and what they compute with what the
-        trainer computes; before both agree no request is let in. Returns metrics, on every rank
-        how well they agree and on global rank 0 also what was moved.
-        """
-        payload = self.bridge.prepare(self.policy_version)
-        device.release_cached_memory()  # engines of the same devices wake up
-        if self.rollouts is not None:
-            engines = range(self.config.rollout.engines)
-            infos = [self.bridge.init_info(engine) for engine in engines]
-            self.rollouts.start_update(infos, payload, self.policy_version)
-        self.bridge.send(self.policy_version)
-        expected = self.bridge.expected_digests()
-        probes = None if self.rollouts is None else self.rollouts.finish_update(expected)
-        agreement = self._check_probes(probes)
-        moved = {}
-        if self.rollouts is not None:
-            self.rollouts.let_requests_in()
-            moved = sync_metrics(self.rollouts.update_reports, self.bridge)
-        self.bridge.acknowledged(self.policy_version)
-        return agreement | moved
-
-    def _check_probes(self, probes: Sequence[Probe] | None) -> dict[str, float]:
-        """Score what the engines sampled; every rank stops where the two sides disagree."""
-        if self.config.resharding.probe_tokens == 0:
-            return {}
-        batch = self._broadcast(None if probes is None else probe_batch(probes))
-        packs = self._pack_update(batch, torch.arange(batch.num_responses))
-        scored, _ = self.policy.logprobs(packs)
-        return check_probes(batch, scored, self.config, self.parallel)
+        """Engines serve this policy from here on, stamped with `policy_version`. Collective."""
+        return self.weights.sync(self.policy_version)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Accuracy on the held-out prompts, on global rank 0; {} elsewhere (they wait later)."""
-        if self.rollouts is None or self.config.evaluation.every == 0:
+        """Accuracy on the held-out prompts, on global rank 0; {} elsewhere. Collective."""
+        if self.config.evaluation.every == 0:
             return {}
-        try:
-            groups = self.rollouts.sample_heldout(step, self.policy_version)
-        except Interrupted:
-            self.owed = True
+        groups = self._sampled(lambda rollouts: rollouts.sample_heldout(step, self.policy_version))
+        if groups is None:
+            self.owed = self.rollouts is not None  # a stop cut it short
             return {}
         reports = {name: report_set(found) for name, found in groups.items()}
         if self.sinks is not None:

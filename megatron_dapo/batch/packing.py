@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_dapo.config import RunConfig
+from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.types import NO_LABEL, MicroBatch, RolloutBatch
 
 PAD_TOKEN = 0
@@ -138,6 +140,26 @@ def _fill(
         bins[number].append(i)
         heapq.heapreplace(heap, (load + lengths[i], number))
     return [sorted(rows) for rows in bins]
+
+
+def pack_for_rank(
+    batch: RolloutBatch, rows: Tensor, config: RunConfig, parallel: ParallelContext
+) -> list[MicroBatch]:
+    """Micro-batches of one update that this rank's data rank runs, by the run's settings. Local."""
+    layout = config.parallel
+    return pack_update(
+        batch,
+        rows,
+        dp_rank=parallel.dp_rank,
+        dp_size=layout.data,
+        tokens_per_micro_batch=config.training.tokens_per_micro_batch,
+        pad_multiple=pad_multiple(
+            layout.tensor, layout.context, layout.uses_sequence_parallel, config.precision.fp8
+        ),
+        micro_batch_multiple=layout.pipeline if layout.virtual_pipeline else 1,
+        min_micro_batches=layout.pipeline,
+        cp_size=layout.context,
+    )
 
 
 def pack_update(

@@ -225,6 +225,14 @@ class RolloutConfig(Section):
     """Longest wait for an engine to load its weights and answer."""
     request_timeout_seconds: PositiveInt = 3600
     """Longest wait for one response."""
+    heartbeat_seconds: float = Field(default=5.0, gt=0.0)
+    """Between two questions to each engine whether it lives."""
+    heartbeat_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    """An engine that answers none for this long hangs: it is killed and its requests go elsewhere.
+    Must be longer than one step of the model over its longest prompts."""
+    max_restarts: int = Field(default=3, ge=0)
+    """Times that an engine may be restarted (one of `endpoints`: waited for) after it was lost,
+    after 1, 2, 4 ... s, before the run stops. Ten steps without a loss allow all of them again."""
 
 
 class ReshardingConfig(Section):

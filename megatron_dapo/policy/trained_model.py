@@ -83,6 +83,8 @@ class TrainedModel(ABC):
     wrapped: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
     lr: float = 0.0
+    updates: int = 0
+    """Optimizer steps in this process, also those that were skipped."""
 
     @abstractmethod
     def update(self, micro_batches: Sequence[MicroBatch]) -> UpdateResult:
@@ -115,6 +117,7 @@ class TrainedModel(ABC):
         for metrics in accumulate_gradients(self.wrapped, local, loss_function, self.parallel):
             if self._reports:
                 bag.update(metrics)
+        self.updates += 1
         outcome = guarded_step(self.optimizer, clip_grad=self.settings.clip_grad)
         if outcome.skipped:
             logger.warning("gradient norm %s: %s is not updated", outcome.grad_norm, self.name)

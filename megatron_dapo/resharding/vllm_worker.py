@@ -17,6 +17,7 @@ class WeightReports:
     """Mixed into vLLM's worker class, whose weight-transfer engine must be ours."""
 
     weight_transfer_engine: PolicyEngine
+    _weight_update_active: bool
 
     def weight_digests(self) -> dict[str, str]:
         """Target of the plan -> 16 hexadecimal digits.
@@ -44,6 +45,16 @@ class WeightReports:
         """
         version = self.weight_transfer_engine.state.version
         return {"version": version, **self._planned().report()}
+
+    def end_open_update(self, asked: str) -> str:
+        """End an update whose run is gone; the next one brings all weights. Returns `asked`.
+
+        vLLM itself ends an update only when all its weights came, or when receiving them fails.
+        """
+        if self._weight_update_active:
+            self.weight_transfer_engine.reset_weight_update_target()
+            self._weight_update_active = False
+        return asked
 
     def _planned(self) -> PlannedWeights:
         planned = self.weight_transfer_engine.planned

@@ -15,12 +15,13 @@ from megatron_dapo.config import RunConfig
 from megatron_dapo.data.prompts import PromptStream
 from megatron_dapo.reward.grade import grade_response
 from megatron_dapo.reward.grader_pool import GraderPool, needs_pool
-from megatron_dapo.rollout.dispatch import Dispatcher, gather_or_cancel
+from megatron_dapo.rollout.dispatch import Dispatcher
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
-from megatron_dapo.rollout.fleet import Device, EngineFleet
+from megatron_dapo.rollout.fleet import EngineFleet, of_the_living
 from megatron_dapo.rollout.grading import ThreadedGrader
 from megatron_dapo.rollout.heldout import HeldoutSampling
 from megatron_dapo.rollout.inputs import RolloutInputs
+from megatron_dapo.rollout.own_servers import Device
 from megatron_dapo.rollout.probe import Probe, probe_engine
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
@@ -86,6 +87,7 @@ class RolloutDriver:
             capacity=self._capacity,
             last_step=config.training.steps,
             max_error_share=config.reward.max_error_share,
+            grading_failures=lambda: self._graders.first_failures if self._graders else (),
         )
         logger.info("generation stops at token ids %s", list(self._stop_ids))
 
@@ -103,7 +105,8 @@ class RolloutDriver:
             EngineStartError: one of them ended or took too long.
         """
         self._fleet.wait_ready()
-        self._renew_dispatcher()
+        places = self._config.rollout.max_concurrent_sequences
+        self._dispatcher = Dispatcher(self._fleet.engines, places)
 
     def collect(self, step: int, policy_version: int) -> RolloutStep:
         """The groups that `step` trains on, with weights `policy_version`.
@@ -115,13 +118,14 @@ class RolloutDriver:
                 same step goes on with it.
             Interrupted: `interrupt` was called. What was sampled is not handed out.
         """
-        self._renew_dispatcher()
         rollout = self._fleet.run_interruptible(self._scheduler.collect(step, policy_version))
         if self._graders is not None:
             rollout.metrics.update(self._graders.take_counts())
         # Beside the sampling: no phase of the step.
         rollout.metrics["rollout/grade_seconds"] = self._grader.take_seconds()
         rollout.metrics["data/epoch"] = float(self._prompts.epoch)
+        rollout.metrics.update(self._fleet.take_counts())
+        self._fleet.step_done()
         self._fleet.sleep()
         return rollout
 
@@ -147,20 +151,34 @@ class RolloutDriver:
         """Have `directory` (published weights) removed should this process be killed."""
         self._fleet.remove_when_orphaned(directory)
 
+    def to_update(self, *, all_engines: bool) -> dict[int, bool]:
+        """Engines that need weights now, and which of them are fresh since their restart.
+
+        Blocks until there is one, unless another one serves.
+
+        Args:
+            all_engines: those that serve need weights, too: there is a new version.
+
+        Raises:
+            EngineError: an engine was lost more often than `rollout.max_restarts`.
+            Interrupted: `interrupt` was called.
+        """
+        return self._fleet.to_update(all_engines=all_engines)
+
     def start_update(
         self,
-        infos: Sequence[Mapping[str, object]],
+        infos: Mapping[int, Mapping[str, object]],
         payload: Mapping[str, object],
         policy_version: int,
     ) -> None:
-        """First half of an update: every engine pauses and starts to take weights.
+        """First half of an update: these engines pause and start to take weights.
 
         With rollout.mode=one_step_off it first waits until the next step is sampled, whole from
         the weights that are there. Otherwise it returns at once. `finish_update` says whether it
         went well.
 
         Args:
-            infos: where each engine gets weights from, in order of the engines.
+            infos: by engine: where it gets weights from.
             payload: description of this update, the same for all.
             policy_version: that the engines will serve.
         """
@@ -168,22 +186,10 @@ class RolloutDriver:
             self._fleet.run(self._scheduler.drain())
         self._fleet.start_update(infos, payload, policy_version)
 
-    def restart(
-        self,
-        index: int,
-        info: Mapping[str, object],
-        payload: Mapping[str, object],
-        policy_version: int,
-    ) -> None:
-        """A fresh engine in place of `index`, and the first half of an update of it alone.
-
-        The transport must still hold `payload`, the version that the other engines serve. The
-        engine answers nothing before `let_requests_in`, after its weights are proven.
-
-        Raises:
-            EngineStartError: it does not come up.
-        """
-        self._fleet.restart(index, info, payload, policy_version)
+    def abandon_update(self) -> list[int]:
+        """Instead of the second half, when the weights could not be sent: its engines are
+        replaced. Those among them that are lost, and so the cause of it."""
+        return self._fleet.abandon_update()
 
     def deliver(self, payload: Mapping[str, object]) -> None:
         """Between the halves, from any thread: all engines of the update take one more `payload`.
@@ -200,7 +206,8 @@ class RolloutDriver:
     def finish_update(self, expected_digests: Sequence[Digests] | None) -> tuple[Probe, ...]:
         """Second half: wait for the weights, prove them, let the engines go on, and probe each.
 
-        Other requests still wait, for `let_requests_in`.
+        Other requests still wait, for `let_requests_in`. An engine that is lost on the way is left
+        out and replaced.
 
         Args:
             expected_digests: by tensor-parallel rank of an engine, parameter -> digest. None: the
@@ -211,7 +218,7 @@ class RolloutDriver:
             resharding.probe_tokens=0.
 
         Raises:
-            EngineError: an engine failed, or holds other weights than were sent; none of those
+            EngineError: an engine refused, or holds other weights than were sent; none of those
                 that were to be updated is used any more and the run has to stop.
         """
         verify = self._config.resharding.verify_digests
@@ -283,11 +290,6 @@ class RolloutDriver:
         sampling = self._scheduler.snapshot()
         return lambda: {"prompts": prompts, "sampling": state_to_json(sampling)}
 
-    def _renew_dispatcher(self) -> None:
-        """With the engines of now: one that was restarted is used again."""
-        places = self._config.rollout.max_concurrent_sequences
-        self._dispatcher = Dispatcher(self._fleet.engines, places)
-
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
         assert self._dispatcher is not None, "wait_ready comes first"
         return await self._dispatcher.generate(request)
@@ -302,11 +304,13 @@ class RolloutDriver:
     async def _probe(self, engines: Mapping[int, VllmEngine]) -> tuple[Probe, ...]:
         if self._config.resharding.probe_tokens == 0:
             return ()
-        work = [
-            probe_engine(engine.probe, self._probe_prompt, self._config, number=number)
-            for number, engine in engines.items()
-        ]
-        return tuple(await gather_or_cancel(work))
+        probes = await of_the_living(
+            engines,
+            lambda number, engine: probe_engine(
+                engine.probe, self._probe_prompt, self._config, number=number
+            ),
+        )
+        return tuple(probes.values())
 
 
 class Counted:

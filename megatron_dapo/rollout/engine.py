@@ -12,6 +12,10 @@ class EngineError(RuntimeError):
     """The engine answered that it cannot do what was asked; asking again would not help."""
 
 
+class EngineFault(EngineError):
+    """The engine answered that something broke inside it (status 5xx)."""
+
+
 class EngineUnavailable(EngineError):
     """The engine does not answer: it died, hangs or cannot be reached. Another one may serve."""
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import httpx
 import pydantic
 
-from megatron_dapo.rollout.engine import EngineError, EngineUnavailable
+from megatron_dapo.rollout.engine import EngineError, EngineFault, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class EngineHttp:
 
         Raises:
             EngineUnavailable: the server cannot be reached, or the connection broke.
-            EngineError: it answered with an error.
+            EngineError: it answered with an error; EngineFault for 5xx.
         """
         timeout = httpx.Timeout(self._seconds, connect=CONNECT_SECONDS)
         retried: tuple[type[httpx.TransportError], ...] = (httpx.ConnectError,)
@@ -119,7 +119,8 @@ class EngineHttp:
                 ) from error
             if answer.is_success:
                 return answer
-            raise EngineError(
+            failed = EngineFault if answer.is_server_error else EngineError
+            raise failed(
                 f"{self.label} answered {answer.status_code} to {method} {path}: "
                 f"{answer.text[:2000]}"
             )
@@ -127,6 +128,13 @@ class EngineHttp:
             f"{self.label} cannot be reached for {method} {path} after {ATTEMPTS} attempts: "
             f"{failure!r}. The engine's log says why"
         ) from failure
+
+    async def status(self, path: str) -> int | None:
+        """Of the answer to GET, asked once; None: the connection failed, or it took too long."""
+        try:
+            return (await self._client.get(path, timeout=self._seconds)).status_code
+        except httpx.TransportError:
+            return None
 
     async def ask(
         self,

@@ -1,32 +1,31 @@
-"""The engines of a run: their servers, their clients, and updates of all of them as one."""
+"""The engines of a run: their servers, their replacements, and updates of several as one."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import JsonValue
 
 from megatron_dapo.config import RunConfig
 from megatron_dapo.rollout.dispatch import gather_or_cancel
+from megatron_dapo.rollout.engine import EngineUnavailable
 from megatron_dapo.rollout.event_loop import EventLoopThread
-from megatron_dapo.rollout.remote_engines import token_of, wait_for_endpoints
-from megatron_dapo.rollout.server_options import server_options
+from megatron_dapo.rollout.own_servers import Device, own_servers
+from megatron_dapo.rollout.remote_engines import wait_for_endpoints
+from megatron_dapo.rollout.replica import Replica
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import VllmServer
 from megatron_dapo.rollout.weight_update import Digests
 
 logger = logging.getLogger(__name__)
 
-Device = Literal["cpu", "cuda"]
 ResultT = TypeVar("ResultT")
-LATER_SECONDS = 30.0
-"""An engine that waits in vain for trainers says so itself before it is given up."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,17 @@ class _OpenUpdate:
     """An update between its two halves."""
 
     policy_version: int
-    engines: Sequence[int]
-    loading: Future[None]
+    engines: Mapping[int, VllmEngine]
+    """Those that are being updated; one that is lost meanwhile stays here."""
+    loading: Mapping[int, Future[None]]
 
 
 class EngineFleet:
     """All engines of a run, ours or running ones (`rollout.endpoints`).
 
     Requests and updates run in an event loop of their own thread, so an update goes on while
-    the caller sends the weights. Servers start and stop in the caller's thread: it owns them.
+    the caller sends the weights. Each engine is watched there; a lost one is killed and a fresh
+    one started in its place, which gets weights by an update before it serves.
 
     Args:
         config: of the run.
@@ -51,7 +52,8 @@ class EngineFleet:
 
     def __init__(self, config: RunConfig, device: Device) -> None:
         self.engines: list[VllmEngine] = []
-        """Clients in order, from `wait_ready` on. Use them inside `run` only."""
+        """Clients in order, from `wait_ready` on. Use them inside `run` only; one that is lost
+        gives its place to the fresh one."""
         self.reports: Mapping[int, list[dict[str, JsonValue]]] = {}
         """Of the last update, by engine: what each of its workers says; [] without digests."""
         self._config = config
@@ -60,11 +62,14 @@ class EngineFleet:
             and config.rollout.placement == "colocated"
             and not config.rollout.endpoints
         )
-        self._servers = _servers(config, device)
+        self._servers = own_servers(config, device)
         self._loop = EventLoopThread("rollout engines")
+        self._replicas: list[Replica] = []
+        self._changed: asyncio.Event
         self._update: _OpenUpdate | None = None
         self._unproven: Sequence[VllmEngine] = ()
         self._shared_directory: Path | None = None
+        self._taken: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._servers) or len(self._config.rollout.endpoints)
@@ -94,12 +99,13 @@ class EngineFleet:
 
         Raises:
             EngineStartError: one of them ended or took too long.
+            EngineError: a running one cannot be used as it is.
         """
         if not self.engines:
             for server in self._servers:
                 server.wait_ready()
             wait_for_endpoints(self._config.rollout)
-            self.engines = [self.run(self._connect(index)) for index in range(len(self))]
+            self.run(self._connect())
 
     def sleep(self) -> None:
         """Every engine gives up the device, where it shares it with a trainer."""
@@ -111,56 +117,47 @@ class EngineFleet:
         for server in self._servers:
             server.remove_when_orphaned(directory)
 
+    def to_update(self, *, all_engines: bool) -> dict[int, bool]:
+        """Engines that need weights now, and which of them are fresh since their restart.
+
+        Blocks until there is one, unless another one serves: a replacement that still starts is
+        then left for the next time.
+
+        Args:
+            all_engines: those that serve need weights, too: there is a new version.
+
+        Raises:
+            EngineError: an engine was lost more often than `rollout.max_restarts`.
+            Interrupted: `interrupt` was called.
+        """
+        return self.run_interruptible(self._to_update(all_engines))
+
     def start_update(
         self,
-        infos: Sequence[Mapping[str, object]],
+        infos: Mapping[int, Mapping[str, object]],
         payload: Mapping[str, object],
         policy_version: int,
     ) -> None:
-        """First half of an update of every engine: they pause and start to take weights.
+        """First half of an update of these engines: they pause and start to take weights.
 
         Returns at once; the weights may have to be sent for it to go on.
 
         Args:
-            infos: where each engine gets weights from, in order of the engines.
+            infos: by engine: where it gets weights from.
             payload: description of this update, the same for all.
             policy_version: that the engines will serve.
         """
-        self._check_no_update()
-        if len(infos) != len(self.engines):
+        if self._update is not None:
             raise RuntimeError(
-                f"{len(infos)} places to get weights from for {len(self.engines)} engines"
+                f"the update to version {self._update.policy_version} is still open; "
+                "finish_update comes first"
             )
-        self._start(dict(enumerate(infos)), payload, policy_version)
-
-    def restart(
-        self,
-        index: int,
-        info: Mapping[str, object],
-        payload: Mapping[str, object],
-        policy_version: int,
-    ) -> None:
-        """A fresh engine in place of `index`, and the first half of its update.
-
-        It answers no request before `let_requests_in`, after its weights are proven. Engines of
-        `rollout.endpoints` are started by their owner; this connects to them again. The number of
-        a replica decides on its seed, so that stays distinct.
-
-        Raises:
-            EngineStartError: it does not come up.
-        """
-        self._check_no_update()
-        self.run(self._retire(self.engines[index], "it is being restarted"))
-        if self._servers:
-            server = self._servers[index]
-            server.stop()
-            server.start()
-            if self._shared_directory is not None:
-                server.remove_when_orphaned(self._shared_directory)
-            server.wait_ready()
-        self.engines[index] = self.run(self._connect(index))
-        logger.warning("%s is fresh, it gets version %d", self.engines[index].label, policy_version)
-        self._start({index: info}, payload, policy_version)
+        engines = {index: self.engines[index] for index in infos}
+        loading = {
+            index: self._loop.submit(_load(engine, infos[index], payload))
+            for index, engine in engines.items()
+        }
+        self._update = _OpenUpdate(policy_version, engines, loading)
 
     def deliver(self, payload: Mapping[str, object]) -> None:
         """Between the halves: every engine of the update takes what `payload` describes.
@@ -170,23 +167,23 @@ class EngineFleet:
         Raises:
             EngineError: an engine failed.
         """
-        if self._update is None:
-            raise RuntimeError("no update is open; start_update comes first")
-        self._update.loading.result()
-        engines = [self.engines[index] for index in self._update.engines]
-        self.run(self._deliver(engines, payload))
+        update = self._opened()
+        for loading in update.loading.values():
+            loading.result()
+        self.run(_deliver(update.engines.values(), payload))
 
     def update_failure(self) -> BaseException | None:
         """What an engine of the open update has failed with so far. From any thread."""
-        update = self._update
-        if update is None or not update.loading.done() or update.loading.cancelled():
-            return None
-        return update.loading.exception()
+        for loading in [] if self._update is None else self._update.loading.values():
+            if loading.done() and not loading.cancelled() and loading.exception() is not None:
+                return loading.exception()
+        return None
 
     def finish_update(self, expected: Sequence[Digests] | None) -> dict[int, VllmEngine]:
         """Second half: wait for the weights, prove them, and only then let any engine go on.
 
-        The engines answer probes now, and requests from `let_requests_in` on.
+        The engines answer probes now, and requests from `let_requests_in` on. One that is lost on
+        the way is left out; it is replaced, and its replacement needs an update of its own.
 
         Args:
             expected: digests by tensor-parallel rank, the same for every engine; None: the
@@ -196,30 +193,46 @@ class EngineFleet:
             The engines that were updated, by number.
 
         Raises:
-            EngineError: an engine failed or holds other weights. None of those that were to be
+            EngineError: an engine refused or holds other weights. None of those that were to be
                 updated is used any more.
         """
-        if self._update is None:
-            raise RuntimeError("no update is open; start_update comes first")
-        update, self._update = self._update, None
-        engines = [self.engines[index] for index in update.engines]
+        update = self._opened()
         done = False
         try:
-            update.loading.result()
-            reports = self.run(self._verify(engines, expected))
-            self.run(self._release(engines, update.policy_version))
+            proven = self.run(self._prove(update, expected))
             done = True
         finally:
-            update.loading.cancel()
-            if not done:
-                self.run(self._give_up(engines))
-        self._unproven = engines
-        self.reports = dict(zip(update.engines, reports, strict=True))
-        return dict(zip(update.engines, engines, strict=True))
+            self._close_update("a weight update of the engines failed" if not done else "")
+        self._unproven = tuple(proven.values())
+        return proven
+
+    def abandon_update(self) -> list[int]:
+        """Instead of the second half, when the weights could not be sent.
+
+        The engines that were to take them hold perhaps half and are replaced. Returns those
+        among them that are lost: because of them the sending failed.
+        """
+        return self.run(self._abandon(self._opened()))
 
     def let_requests_in(self) -> None:
         """The engines of the update that was finished last answer requests from now on."""
         self.run(self._let_requests_in())
+
+    def step_done(self) -> None:
+        """A rollout step is over: engines that live through many may be restarted as often as
+        fresh ones."""
+        self.run(self._each_replica(Replica.step_done))
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics of the engines' health: of this moment, and since they were last taken."""
+        totals = {
+            "engine/restarts": float(sum(replica.restarts for replica in self._replicas)),
+            "engine/lost_requests": float(sum(each.lost_requests for each in self._replicas)),
+        }
+        before, self._taken = self._taken, totals
+        live = float(sum(engine.usable for engine in self.engines))
+        changes = {name: total - before.get(name, 0.0) for name, total in totals.items()}
+        return {"engine/live": live, **changes}
 
     def close(self) -> None:
         """Release connections and end our servers, whatever state they are in.
@@ -230,105 +243,155 @@ class EngineFleet:
             if self._loop.running:
                 self.run(self._disconnect())
         finally:
-            self._loop.close()
             for server in self._servers:
                 server.stop()
+            self._loop.close()
 
-    async def _connect(self, index: int) -> VllmEngine:
-        """A client that has brought no weights in yet."""
-        rollout, resharding = self._config.rollout, self._config.resharding
-        server = self._servers[index] if self._servers else None
-        endpoint = rollout.endpoints[index] if server is None else server.endpoint
-        return VllmEngine(
-            endpoint,
-            label=f"rollout engine {index} ({endpoint})" if server is None else server.label,
-            request_timeout_seconds=rollout.request_timeout_seconds,
-            update_timeout_seconds=resharding.timeout_seconds + LATER_SECONDS,
-            sleep_mode=self._sleep_mode,
-            in_flight=resharding.in_flight,
-            token=token_of(rollout),
-        )
+    def _opened(self) -> _OpenUpdate:
+        if self._update is None:
+            raise RuntimeError("no update is open; start_update comes first")
+        return self._update
 
-    async def _retire(self, engine: VllmEngine, reason: str) -> None:
-        engine.give_up(reason)
-        await engine.close()
+    def _close_update(self, failure: str) -> None:
+        update, self._update = self._opened(), None
+        for loading in update.loading.values():
+            loading.cancel()
+        if failure:
+            self.run(_give_up(update.engines.values(), failure))
 
-    async def _disconnect(self) -> None:
-        if self._update is not None:
-            self._update.loading.cancel()
-        await asyncio.gather(*(self._retire(engine, "the run ends") for engine in self.engines))
-
-    async def _sleep(self) -> None:
-        await asyncio.gather(*(engine.sleep() for engine in self.engines))
-
-    def _check_no_update(self) -> None:
-        if self._update is not None:
-            raise RuntimeError(
-                f"the update to version {self._update.policy_version} is still open; "
-                "finish_update comes first"
+    async def _connect(self) -> None:
+        self._changed = asyncio.Event()
+        self._replicas = [
+            Replica(
+                self._config,
+                index,
+                self._servers[index] if self._servers else None,
+                sleep_mode=self._sleep_mode,
+                replaced=self._take_over,
+                started=self._restarted,
             )
+            for index in range(len(self))
+        ]
+        await gather_or_cancel([replica.connect() for replica in self._replicas])
+        self.engines = [replica.engine for replica in self._replicas]
 
-    def _start(
-        self, infos: Mapping[int, Mapping[str, object]], payload: Mapping[str, object], version: int
-    ) -> None:
-        loading = self._loop.submit(self._load(infos, payload))
-        self._update = _OpenUpdate(version, tuple(infos), loading)
+    def _take_over(self) -> None:
+        """A fresh engine has taken a lost one's place, or none ever will."""
+        self.engines[:] = [replica.engine for replica in self._replicas]
+        self._changed.set()
 
-    async def _load(
-        self, infos: Mapping[int, Mapping[str, object]], payload: Mapping[str, object]
-    ) -> None:
-        async def load(engine: VllmEngine, info: Mapping[str, object]) -> None:
-            await engine.wake_up("weights")
-            await engine.load(info, payload)
+    def _restarted(self, server: VllmServer) -> None:
+        if self._shared_directory is not None:
+            server.remove_when_orphaned(self._shared_directory)
 
-        await gather_or_cancel([load(self.engines[index], info) for index, info in infos.items()])
+    async def _to_update(self, all_engines: bool) -> dict[int, bool]:
+        await self._each_replica(lambda replica: replica.make_room(True))
+        try:
+            while True:
+                for replica in self._replicas:
+                    if replica.failure is not None:
+                        raise replica.failure
+                usable = {
+                    replica.index: replica.restarts > 0 and not replica.engine.has_weights
+                    for replica in self._replicas
+                    if replica.engine.usable
+                }
+                # One that shares the trainers' device must be up before they train on.
+                pending = self._sleep_mode and len(usable) < len(self.engines)
+                if usable and not pending:
+                    return {i: fresh for i, fresh in usable.items() if fresh or all_engines}
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            await self._each_replica(lambda replica: replica.make_room(False))
 
-    async def _deliver(self, engines: Sequence[VllmEngine], payload: Mapping[str, object]) -> None:
-        await gather_or_cancel([engine.deliver(payload) for engine in engines])
+    async def _prove(
+        self, update: _OpenUpdate, expected: Sequence[Digests] | None
+    ) -> dict[int, VllmEngine]:
+        loaded = await of_the_living(
+            update.engines, lambda index, _: asyncio.wrap_future(update.loading[index])
+        )
+        reports = await of_the_living(
+            {index: update.engines[index] for index in loaded},
+            lambda _, engine: engine.verify(expected),
+        )
+        released = await of_the_living(
+            {index: update.engines[index] for index in reports},
+            lambda _, engine: engine.release(update.policy_version),
+        )
+        self.reports = {index: reports[index] for index in released}
+        return {index: update.engines[index] for index in released}
 
-    async def _verify(
-        self, engines: Sequence[VllmEngine], expected: Sequence[Digests] | None
-    ) -> list[list[dict[str, JsonValue]]]:
-        return await gather_or_cancel([engine.verify(expected) for engine in engines])
-
-    async def _release(self, engines: Sequence[VllmEngine], policy_version: int) -> None:
-        await gather_or_cancel([engine.release(policy_version) for engine in engines])
+    async def _abandon(self, update: _OpenUpdate) -> list[int]:
+        await asyncio.gather(
+            *map(asyncio.wrap_future, update.loading.values()), return_exceptions=True
+        )
+        self._update = None
+        lost = [index for index, engine in update.engines.items() if engine.lost]
+        for index in update.engines.keys() - set(lost):
+            self._replicas[index].replace("the weights that it was to take were not all sent")
+        return lost
 
     async def _let_requests_in(self) -> None:
         for engine in self._unproven:
-            engine.let_requests_in()
+            if engine.usable:
+                engine.let_requests_in()
         self._unproven = ()
 
-    async def _give_up(self, engines: Sequence[VllmEngine]) -> None:
-        for engine in engines:
-            engine.give_up("a weight update of the engines failed")
-
-
-def _servers(config: RunConfig, device: Device) -> list[VllmServer]:
-    """Our own engines, not started; none where the configuration names running ones."""
-    if config.rollout.endpoints:
-        return []
-    return [
-        VllmServer(
-            server_options(
-                config, index, device=device, visible_devices=_devices(config, device, index)
-            )
+    async def _sleep(self) -> None:
+        await of_the_living(
+            {i: engine for i, engine in enumerate(self.engines) if engine.usable},
+            lambda _, engine: engine.sleep(),
         )
-        for index in range(config.rollout.engines)
-    ]
+
+    async def _each_replica(self, act: Callable[[Replica], None]) -> None:
+        for replica in self._replicas:
+            act(replica)
+
+    async def _disconnect(self) -> None:
+        for loading in [] if self._update is None else self._update.loading.values():
+            loading.cancel()
+        await asyncio.gather(*(replica.close("the run ends") for replica in self._replicas))
 
 
-def _devices(config: RunConfig, device: Device, index: int) -> tuple[int, ...]:
-    """CUDA devices that one engine sees; it works on the first `engine_tensor` of them.
+async def of_the_living(
+    engines: Mapping[int, VllmEngine],
+    act: Callable[[int, VllmEngine], Awaitable[ResultT]],
+) -> dict[int, ResultT]:
+    """Results of those that are not lost over it, by number, once all are through.
 
-    Among the trainers' own it sees all those of this machine, since it may map what any trainer
-    here has packed (cuda_ipc). Otherwise it sees its own only, which come after the trainers'.
+    Raises:
+        EngineError: one refused.
     """
-    if device == "cpu":
-        return ()
-    tensor, trainers = config.rollout.engine_tensor, config.parallel.world_size
-    first = index * tensor
-    if config.rollout.placement == "disaggregated":
-        return tuple(range(trainers + first, trainers + first + tensor))
-    here = trainers // config.parallel.nodes
-    return (*range(first, here), *range(first))
+
+    async def one(index: int, engine: VllmEngine) -> ResultT:
+        return await act(index, engine)
+
+    results = await asyncio.gather(
+        *(one(index, engine) for index, engine in engines.items()), return_exceptions=True
+    )
+    kept: dict[int, ResultT] = {}
+    for index, result in zip(engines, results, strict=True):
+        if isinstance(result, EngineUnavailable):
+            logger.warning("left out of the weight update: %s", result)
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            kept[index] = result
+    return kept
+
+
+async def _load(
+    engine: VllmEngine, info: Mapping[str, object], payload: Mapping[str, object]
+) -> None:
+    await engine.wake_up("weights")
+    await engine.load(info, payload)
+
+
+async def _deliver(engines: Iterable[VllmEngine], payload: Mapping[str, object]) -> None:
+    await gather_or_cancel([engine.deliver(payload) for engine in engines])
+
+
+async def _give_up(engines: Iterable[VllmEngine], reason: str) -> None:
+    for engine in engines:
+        engine.give_up(reason)

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Literal
 
-import pydantic
 from pydantic import JsonValue
 
-from megatron_dapo.rollout.engine import EngineError, GenerationRequest, GenerationResult
+from megatron_dapo.rollout.engine import (
+    EngineError,
+    EngineFault,
+    EngineUnavailable,
+    GenerationRequest,
+    GenerationResult,
+)
 from megatron_dapo.rollout.engine_http import EngineHttp
-from megatron_dapo.rollout.server_options import SERVED_NAME
+from megatron_dapo.rollout.generate_route import (
+    ENGINE_ID_PREFIX,
+    GENERATE,
+    GenerateResponse,
+    request_body,
+    version_spans,
+)
+from megatron_dapo.rollout.health import DEATH_SECONDS, falls_silent
 from megatron_dapo.rollout.weight_update import (
     INITIAL_VERSION,
     Digests,
@@ -26,38 +38,11 @@ from megatron_dapo.rollout.weight_update import (
     verify_weights,
     version_number,
 )
-from megatron_dapo.types import FinishReason, VersionSpans
 
 logger = logging.getLogger(__name__)
 
 INTERRUPT_SECONDS = 0.1
 """What requests get to end after they were aborted; those on the way are then aborted again."""
-
-
-class _TokenLogprob(pydantic.BaseModel):
-    logprob: float
-
-
-class _Logprobs(pydantic.BaseModel):
-    content: list[_TokenLogprob]
-
-
-class _VersionSpan(pydantic.BaseModel):
-    version: str
-    start: int
-
-
-class _Choice(pydantic.BaseModel):
-    token_ids: list[int]
-    logprobs: _Logprobs
-    finish_reason: FinishReason
-    weight_versions: list[_VersionSpan] | None
-
-
-class _GenerateResponse(pydantic.BaseModel):
-    """The part that we read of the answer of /inference/v1/generate."""
-
-    choices: list[_Choice] = pydantic.Field(min_length=1, max_length=1)
 
 
 class VllmEngine:
@@ -97,16 +82,17 @@ class VllmEngine:
         self.label = label or endpoint
         self.sleep_mode = sleep_mode
         self.in_flight = in_flight
-        self._http = EngineHttp(
+        self.http = EngineHttp(
             endpoint, label=self.label, timeout_seconds=request_timeout_seconds, token=token
         )
-        self._steps = self._http.within(update_timeout_seconds)
+        """For questions that are neither requests nor updates."""
+        self._steps = self.http.within(update_timeout_seconds)
         self._init_info: Mapping[str, object] | None = None
         self._installed: list[str] = []
         """Stamps of the weights that this client brought in, the current one last."""
-        self._running: set[asyncio.Task[_GenerateResponse]] = set()
+        self._running: set[asyncio.Task[GenerateResponse]] = set()
         """Requests and probes that were sent and not answered yet."""
-        self._interruptible: dict[asyncio.Task[_GenerateResponse], str] = {}
+        self._interruptible: dict[asyncio.Task[GenerateResponse], str] = {}
         """Of those the requests, with their request_id."""
         self._waiting: set[asyncio.Future[Literal[True]]] = set()
         """Of requests that an update keeps from being sent."""
@@ -114,7 +100,38 @@ class VllmEngine:
         """Version that the engine goes on with, and that requests are not let in for yet."""
         self._serving = asyncio.Event()
         self._serving.set()
-        self._failure: str | None = None
+        self._failure: EngineError | None = None
+        self._stepping: set[asyncio.Task[object]] = set()
+        """Steps of an update that run."""
+        self.gone = asyncio.Event()
+        """Set once it is lost: another client has to take its place."""
+        self.lost_requests = 0
+        """That had been sent when it was lost."""
+
+    @property
+    def usable(self) -> bool:
+        """False: every call ends in an error."""
+        return self._failure is None
+
+    @property
+    def lost(self) -> bool:
+        """It does not answer; False when it answers but is not to be used."""
+        return isinstance(self._failure, EngineUnavailable)
+
+    @property
+    def why_unusable(self) -> str:
+        """In words; "" while it is usable."""
+        return "" if self._failure is None else str(self._failure)
+
+    @property
+    def has_weights(self) -> bool:
+        """This client has brought weights in."""
+        return bool(self._installed)
+
+    @property
+    def updating(self) -> bool:
+        """Between `load` and `let_requests_in`."""
+        return not self._serving.is_set()
 
     async def generate(self, request: GenerationRequest) -> GenerationResult:
         """Sample one response; the same request may be sent again after a lost connection.
@@ -154,9 +171,8 @@ class VllmEngine:
             waiting.cancel()
         left = dict(self._interruptible)
         while left:
-            # vLLM puts the name of its route before the request_id.
-            names = [f"generate-tokens-{name}" for name in left.values()]
-            await self._http.send("POST", "/abort_requests", {"request_ids": names})
+            names = [f"{ENGINE_ID_PREFIX}{name}" for name in left.values()]
+            await self.http.send("POST", "/abort_requests", {"request_ids": names})
             await asyncio.wait(left, timeout=INTERRUPT_SECONDS)
             left = {task: name for task, name in left.items() if not task.done()}
 
@@ -172,15 +188,15 @@ class VllmEngine:
             raise RuntimeError(f"{self.label} is already being updated; finish that first")
         self._serving.clear()
         told = None if init_info == self._init_info else init_info
-        with self._phase("loading"):
-            pausing = self._http if self._running else self._steps
+        async with self._step("loading"):
+            pausing = self.http if self._running else self._steps
             await load_weights(self._steps, told, payload, self.in_flight, pausing=pausing)
         self._init_info = dict(init_info)
 
     async def deliver(self, payload: Mapping[str, object]) -> None:
         """More of the weights, after `load` and before `verify`."""
         self._check_updating()
-        with self._phase("loading"):
+        async with self._step("loading"):
             await deliver_weights(self._steps, payload)
 
     async def verify(self, expected: Sequence[Digests] | None) -> list[dict[str, JsonValue]]:
@@ -190,7 +206,7 @@ class VllmEngine:
             Report of each tensor-parallel rank; [] without digests.
         """
         self._check_updating()
-        with self._phase("verifying"):
+        async with self._step("verifying"):
             return await verify_weights(self._steps, expected)
 
     async def release(self, policy_version: int) -> None:
@@ -200,7 +216,7 @@ class VllmEngine:
         and their answers wait.
         """
         self._check_updating()
-        with self._phase("releasing"):
+        async with self._step("releasing"):
             await stamp_weights(self._steps, policy_version, self.in_flight)
             # Installed before it goes on: answers may come before this returns.
             self._installed.append(str(policy_version))
@@ -233,7 +249,7 @@ class VllmEngine:
 
         For tools that sample from a server as it is. A run never does this.
         """
-        self._installed = [await served_stamp(self._http)]
+        self._installed = [await served_stamp(self.http)]
         return version_number(self._installed[0])
 
     def give_up(self, reason: str) -> None:
@@ -241,20 +257,30 @@ class VllmEngine:
 
         Called when its update cannot be completed: it stays paused, so they would never end.
         """
-        if self._failure is None:
-            self._failure = reason
+        self._end(EngineError(f"{self.label} is not used any more: {reason}; restart the engine"))
+
+    def lose(self, reason: str) -> None:
+        """It does not answer any more: whatever waits for it ends in EngineUnavailable."""
+        self._end(EngineUnavailable(f"{self.label} is lost: {reason}"))
+
+    def _end(self, failure: EngineError) -> None:
+        lost = isinstance(failure, EngineUnavailable)
+        if self._failure is None or (lost and not self.lost):
+            self._failure = failure
         self._serving.set()
-        for task in self._running:
+        if lost:
+            self.gone.set()
+        for task in self._running | (self._stepping - {asyncio.current_task()}):
             task.cancel()
 
     async def weight_version(self) -> int:
         """Version of the weights that the engine serves; 0: those it started with."""
-        return version_number(await served_stamp(self._http))
+        return version_number(await served_stamp(self.http))
 
     async def sleep(self) -> None:
         """Free the device: weights and cache are dropped. The next weights must be a full set."""
         if self.sleep_mode:
-            await self._http.send("POST", "/sleep?level=2&mode=wait")
+            await self.http.send("POST", "/sleep?level=2&mode=wait")
 
     async def wake_up(self, *tags: str) -> None:
         """Take device memory again. "weights" before, "kv_cache" after the weight update, so that
@@ -263,7 +289,7 @@ class VllmEngine:
             await self._steps.send("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
 
     async def close(self) -> None:
-        await self._http.close()
+        await self.http.close()
 
     async def _may_start(self) -> bool:
         """Wait until requests are let in; False: the request was interrupted before that."""
@@ -290,9 +316,13 @@ class VllmEngine:
                 f"{self.label} has no weights of this run yet; update it before the first request"
             )
         current = len(self._installed) - 1
-        choice = (await self._generate(request, interruptible)).choices[0]
+        try:
+            choice = (await self._generate(request, interruptible)).choices[0]
+        except EngineUnavailable:
+            self.lost_requests += interruptible
+            raise
         allowed = self._installed[current:]
-        spans = self._version_spans(choice, allowed)
+        spans = version_spans(self.label, choice, allowed)
         versions = [version for _, version in spans] or [version_number(allowed[-1])]
         return GenerationResult(
             token_ids=tuple(choice.token_ids),
@@ -302,11 +332,11 @@ class VllmEngine:
             policy_version=min(versions),
         )
 
-    async def _generate(self, request: GenerationRequest, interruptible: bool) -> _GenerateResponse:
-        path, body = "/inference/v1/generate", _request_body(request)
-        http = self._http if interruptible else self._steps  # a probe is a step of an update
+    async def _generate(self, request: GenerationRequest, interruptible: bool) -> GenerateResponse:
+        body = request_body(request)
+        http = self.http if interruptible else self._steps  # a probe is a step of an update
         task = asyncio.ensure_future(
-            http.ask(_GenerateResponse, "POST", path, body, repeatable=True)
+            http.ask(GenerateResponse, "POST", GENERATE, body, repeatable=True)
         )
         self._running.add(task)
         if interruptible:
@@ -319,31 +349,37 @@ class VllmEngine:
                 raise
             self._check_usable()
             raise
+        except (EngineFault, EngineUnavailable) as error:
+            self.lose(str(error))
+            raise EngineUnavailable(str(error)) from error
         finally:
             self._running.discard(task)
             self._interruptible.pop(task, None)
 
-    def _version_spans(self, choice: _Choice, allowed: Sequence[str]) -> VersionSpans:
-        spans = choice.weight_versions or []
-        if choice.token_ids and not spans:
-            raise EngineError(f"{self.label} does not say which weights its tokens come from")
-        foreign = [span.version for span in spans if span.version not in allowed]
-        if foreign:
-            raise EngineError(
-                f"{self.label} answered from weight version {foreign[0]!r}, this run installed "
-                f"{' and '.join(allowed)}: the engine was restarted, or someone else changed its "
-                "weights; restart it"
-            )
-        return tuple((span.start, version_number(span.version)) for span in spans)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    @asynccontextmanager
+    async def _step(self, name: str) -> AsyncIterator[None]:
         """A step of an update: whatever ends it early ends the engine's use."""
+        task = asyncio.current_task()
+        assert task is not None, "steps run in tasks"
+        self._stepping.add(task)
         done = False
         try:
             yield
             done = True
+        except asyncio.CancelledError:
+            if self._failure is None or task.uncancel() > 0:
+                raise
+            self._check_usable()
+        except EngineUnavailable as error:
+            self.lose(str(error))
+            raise
+        except EngineFault as error:
+            if await falls_silent(self.http.within(DEATH_SECONDS).status):
+                self.lose(str(error))
+                raise EngineUnavailable(str(error)) from error
+            raise
         finally:
+            self._stepping.discard(task)
             if not done:
                 self.give_up(f"its weight update failed while {name}, it may hold half of it")
 
@@ -353,25 +389,4 @@ class VllmEngine:
 
     def _check_usable(self) -> None:
         if self._failure is not None:
-            raise EngineError(
-                f"{self.label} is not used any more: {self._failure}; restart the engine"
-            )
-
-
-def _request_body(request: GenerationRequest) -> dict[str, object]:
-    return {
-        "request_id": request.request_id,
-        "model": SERVED_NAME,
-        "token_ids": request.prompt_token_ids,
-        "sampling_params": {
-            "seed": request.seed,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "max_tokens": request.max_tokens,
-            "stop_token_ids": request.stop_token_ids,
-            "ignore_eos": True,  # only `stop_token_ids` count, not the model folder's
-            "logprobs": 0,  # of the sampled token, no alternatives
-            "detokenize": False,
-        },
-    }
+            raise type(self._failure)(str(self._failure))

@@ -29,9 +29,14 @@ ORPHANS_FILE = "remove_when_orphaned"
 LONGEST_SOCKET_PATH = 107
 """Bytes of sun_path, without the closing zero."""
 LOG_TAIL_LINES = 30
+SHARED_MEMORY = Path("/dev/shm")
+SCRATCH_PREFIXES = ("psm_", "sem.mp-", "torch_", "vllm_")
+"""Names that Python, torch and vLLM give to shared memory; other files are left alone."""
 GRACE_SECONDS = 10.0
 """What a server gets to end by itself; vLLM needs about one."""
 POLL_SECONDS = 0.25
+FIRST_SIGNAL_CODE = 128
+"""The guardian's exit code less this: the signal that ended the server."""
 
 
 class EngineStartError(RuntimeError):
@@ -55,6 +60,9 @@ class VllmServer:
         self._owner = os.getpid()
         self._log_start = 0
         self._deadline = 0.0
+        self._oom_kills = 0
+        self._mapped: set[Path] = set()
+        """Shared memory of the server once it was ready; for when all of it is killed at once."""
 
     @property
     def name(self) -> str:
@@ -102,6 +110,7 @@ class VllmServer:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._oom_kills = oom_kills()
         self._deadline = time.monotonic() + self.options.startup_timeout_seconds
         atexit.register(self.stop)
         logger.info("%s starts, log in %s", self.name, log_file)
@@ -116,13 +125,15 @@ class VllmServer:
         with httpx.Client(transport=httpx.HTTPTransport(uds=socket), timeout=5.0) as client:
             while not self._healthy(client):
                 if not self.alive:
-                    raise self._start_error("ended before it was ready")
+                    raise self._start_error(f"ended before it was ready ({self.exit_reason()})")
                 if time.monotonic() > self._deadline:
                     limit = self.options.startup_timeout_seconds
                     raise self._start_error(
                         f"was not ready after rollout.startup_timeout_seconds={limit:g}"
                     )
                 time.sleep(POLL_SECONDS)
+        if self._guardian is not None:
+            self._mapped = mapped_scratch(session_members(self._guardian.pid))
         logger.info("%s is ready", self.name)
 
     def stop(self) -> None:
@@ -135,10 +146,45 @@ class VllmServer:
             guardian.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 guardian.wait(2 * GRACE_SECONDS)
+        self._clear(guardian)
+
+    def kill(self) -> None:
+        """SIGKILL for everything of the server, and no file of it left; for one that hangs.
+
+        A stopped process heeds nothing else. Does nothing when already stopped.
+        """
+        if self._guardian is None or os.getpid() != self._owner:
+            return
+        guardian, self._guardian = self._guardian, None
+        atexit.unregister(self.stop)
+        self._mapped |= mapped_scratch(session_members(guardian.pid))
+        self._clear(guardian)
+
+    def _clear(self, guardian: subprocess.Popen[bytes]) -> None:
+        """Nothing of the server is left, whatever its guardian still did."""
         kill_session(guardian.pid)
-        guardian.wait()
+        if guardian.wait() < 0:  # it was killed itself
+            for path in self._mapped:
+                path.unlink(missing_ok=True)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def exit_reason(self) -> str:
+        """How the server ended; "" while it runs."""
+        code = None if self._guardian is None else self._guardian.poll()
+        if code is None:
+            return ""
+        number = -code if code < 0 else code - FIRST_SIGNAL_CODE
+        if 0 < number < signal.NSIG:
+            reason = f"ended by {signal.Signals(number).name}"
+        else:
+            reason = f"ended with exit code {code}"
+        if (killed := oom_kills() - self._oom_kills) > 0:
+            reason += (
+                f"; the kernel's out-of-memory killer has ended {killed} processes on this machine "
+                "since it started, perhaps this one: leave it more memory"
+            )
+        return reason
 
     def remove_when_orphaned(self, directory: Path) -> None:
         """Have the guardian remove `directory` (published weights) should the owner be killed."""
@@ -199,3 +245,24 @@ def session_members(session: int) -> list[int]:
             if fields[0] not in "ZX" and int(fields[3]) == session:
                 members.append(int(stat.parent.name))
     return members
+
+
+def mapped_scratch(members: list[int]) -> set[Path]:
+    """Shared memory that these processes map and that none of them removes after a SIGKILL."""
+    found = set()
+    for pid in members:
+        with contextlib.suppress(OSError):
+            for line in Path("/proc", str(pid), "maps").read_text().splitlines():
+                path = Path(line.rpartition(" ")[2])
+                if path.parent == SHARED_MEMORY and path.name.startswith(SCRATCH_PREFIXES):
+                    found.add(path)
+    return found
+
+
+def oom_kills() -> int:
+    """Processes that the kernel ended for want of memory, on this machine since it started."""
+    for line in Path("/proc/vmstat").read_text().splitlines():
+        name, _, count = line.partition(" ")
+        if name == "oom_kill":
+            return int(count)
+    return 0

@@ -10,6 +10,7 @@ Whoever calls these keeps an engine that failed at any step from ever being used
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -46,6 +47,31 @@ class _WorkerDigests(pydantic.BaseModel):
 
 class _WorkerReports(pydantic.BaseModel):
     results: list[dict[str, JsonValue]]
+
+
+class _TakenOver(pydantic.BaseModel):
+    """Of every tensor-parallel rank, in order."""
+
+    results: list[str]
+
+
+async def end_open_update(http: EngineHttp) -> None:
+    """End an update that a run left open, and see that every worker answers what it is asked.
+
+    After a call that failed on one of several workers, vLLM hands out the answers of the others
+    one call late, to all who ask from then on.
+
+    Raises:
+        EngineError: this has happened to the engine.
+    """
+    asked = secrets.token_hex(8)
+    call = {"method": "end_open_update", "args": [asked]}
+    found = (await http.ask(_TakenOver, "POST", "/collective_rpc", call)).results
+    if set(found) != {asked}:
+        raise EngineError(
+            f"{http.label} answers calls of its workers with those of earlier ones: one of them "
+            "failed in an update of another run. Start the engine again"
+        )
 
 
 async def load_weights(

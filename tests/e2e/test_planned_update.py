@@ -65,4 +65,4 @@ def test_wrong_digests_and_damaged_files_fail_the_update(running: RunningServer)
     with pytest.raises(EngineError, match="answered 500"):
         running.run(published.install)
     with pytest.raises(EngineError, match="answered 500"):
-        running.run(lambda engine: engine._http.send("POST", "/finish_weight_update", {}))
+        running.run(lambda engine: engine.http.send("POST", "/finish_weight_update", {}))

@@ -22,6 +22,7 @@ FLOORS = [
     {"cli", "train"},
     {"session"},
     {"trainer"},
+    {"engine_weights"},
     {"rollout", "policy", "resharding", "checkpoint", "evaluation", "planning"},
     {"data", "reward", "batch", "loss"},
     {"parallel"},

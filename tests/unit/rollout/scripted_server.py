@@ -16,6 +16,7 @@ from megatron_dapo.rollout.weight_update import InFlight
 
 ResultT = TypeVar("ResultT")
 GENERATE = "/inference/v1/generate"
+HEARTBEAT = ("/health", "/is_paused")
 INITIAL = "default"
 INFO = {"directory": "/dev/shm/w"}
 PAYLOAD = {"path": "/dev/shm/w/policy_4.safetensors", "policy_version": 4}
@@ -42,7 +43,6 @@ class ScriptedServer:
 
     socket: Path
     drops: dict[str, int] = field(default_factory=dict)
-    hangs: set[str] = field(default_factory=set)
     errors: dict[str, int] = field(default_factory=dict)
     received: list[tuple[str, object]] = field(default_factory=list)
     version: str = INITIAL
@@ -54,8 +54,15 @@ class ScriptedServer:
     seconds_per_token: float = 0.0
     says_versions: bool = True
     digests: list[dict[str, str]] = field(default_factory=lambda: [{"w": "0a"}])
+    hangs: set[str] = field(default_factory=set)
+    """Paths that are never answered."""
     running: int = 0
     sampled: int = 0
+    beats: int = 0
+    """Questions whether it lives, which are not kept."""
+    answers_late: bool = False
+    """Calls of the workers get the answer of the call before."""
+    late_answer: str = "of another run"
     aborted: set[str] = field(default_factory=set)
     """Ids that /abort_requests named, as vLLM knows them."""
     _starts: asyncio.Event = field(default_factory=asyncio.Event)
@@ -100,12 +107,15 @@ class ScriptedServer:
             fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:-2])
             raw = await reader.readexactly(int(fields.get(b"content-length", 0)))
             body = json.loads(raw) if raw else None
-            self.received.append((path, body))
+            if path in HEARTBEAT:
+                self.beats += 1
+            else:
+                self.received.append((path, body))
+            while path in self.hangs:
+                await asyncio.sleep(0.001)
             if self.drops.get(path, 0) > 0:
                 self.drops[path] -= 1
                 return
-            if path in self.hangs:
-                await asyncio.sleep(60)
             status = self.errors.get(path, 200)
             text = json.dumps(await self._answer(path, body)).encode()
             writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n" % (status, len(text)))
@@ -137,6 +147,11 @@ class ScriptedServer:
             self.version = body["new_version"]
         if path == "/collective_rpc":
             assert isinstance(body, dict)
+            if body["method"] == "end_open_update":
+                (asked,) = body["args"]
+                if self.answers_late:
+                    asked, self.late_answer = self.late_answer, asked
+                return {"results": [asked] * len(self.digests)}
             reports = [{"rank": rank} for rank in range(len(self.digests))]
             return {"results": self.digests if body["method"] == "weight_digests" else reports}
         return {}

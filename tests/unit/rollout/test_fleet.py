@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import threading
 import time
@@ -11,14 +13,17 @@ from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dapo.config import RunConfig
-from megatron_dapo.rollout import vllm_server
+from megatron_dapo.rollout import replica, restarts, vllm_server
 from megatron_dapo.rollout.dispatch import gather_or_cancel
 from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, GenerationResult
+from megatron_dapo.rollout.engine_http import ATTEMPTS
 from megatron_dapo.rollout.event_loop import EventLoopThread
 from megatron_dapo.rollout.fleet import EngineFleet
+from megatron_dapo.rollout.vllm_server import session_members
 from tests.unit.config.runs import make_config
 from tests.unit.rollout.scripted_server import GENERATE, PAYLOAD, REQUEST, ScriptedServer
 
@@ -27,6 +32,8 @@ DIGESTS = [{"w": "0a"}]
 PHASES = ["/pause?mode=wait&clear_cache=false", "/start_weight_update", "/update_weights"]
 PHASES += ["/finish_weight_update", "/collective_rpc", "/reset_prefix_cache"]
 PHASES += ["/update_weight_version", "/weight_info", "/resume"]
+REPEATED = ("/collective_rpc", "/weight_info")
+"""Of those, what is asked again when the connection breaks."""
 
 
 @dataclass
@@ -38,7 +45,7 @@ class Pair:
     loop: EventLoopThread
 
     def update(self, version: int) -> None:
-        self.fleet.start_update(INFOS, PAYLOAD, version)
+        self.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, version)
         self.fleet.finish_update(DIGESTS)
         self.fleet.let_requests_in()
 
@@ -49,6 +56,11 @@ class Pair:
 
         return self.fleet.run(ask())
 
+    def replacements(self) -> dict[int, bool]:
+        """Engines that are fresh, once there is one."""
+        wait_for(lambda: all(engine.usable for engine in self.fleet.engines))
+        return self.fleet.to_update(all_engines=False)
+
     def reopen(self, index: int) -> None:
         """The server ends without a word, and a fresh one comes up in its place."""
         self.loop.run(self.servers[index].close())
@@ -57,7 +69,8 @@ class Pair:
 
 def pair_config(folder: Path) -> RunConfig:
     endpoints = tuple(f"unix:{folder}/{index}" for index in range(2))
-    return make_config(rollout={"engines": 2, "endpoints": endpoints})
+    beats = {"heartbeat_seconds": 0.02, "heartbeat_timeout_seconds": 5.0}
+    return make_config(rollout={"engines": 2, "endpoints": endpoints, **beats})
 
 
 @pytest.fixture
@@ -80,8 +93,8 @@ def pair(server: ScriptedServer) -> Iterator[Pair]:
     assert not {"rollout engines", "scripted servers"} & {t.name for t in threading.enumerate()}
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not within the time"
         time.sleep(0.002)
@@ -98,7 +111,7 @@ def test_the_first_half_returns_while_the_engines_still_wait_for_weights(pair: P
 
     for server in pair.servers:
         server._answer = waits.__get__(server)  # type: ignore[method-assign]
-    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
     wait_for(lambda: all(server.paths[-1:] == ["/update_weights"] for server in pair.servers))
     sent.set()
     assert sorted(pair.fleet.finish_update(DIGESTS)) == [0, 1]
@@ -109,7 +122,7 @@ def test_the_first_half_returns_while_the_engines_still_wait_for_weights(pair: P
 def test_a_refusal_is_known_while_the_weights_are_still_being_sent(pair: Pair) -> None:
     assert pair.fleet.update_failure() is None
     pair.servers[1].errors["/init_weight_transfer_engine"] = 400
-    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
     wait_for(lambda: pair.fleet.update_failure() is not None)
     said = pair.fleet.update_failure()
     assert isinstance(said, EngineError) and "rollout engine 1" in str(said)
@@ -131,7 +144,7 @@ def test_every_engine_is_told_its_own_place_and_the_same_update(pair: Pair) -> N
 def test_weights_that_are_described_while_they_are_sent_reach_all_engines(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match="start_update comes first"):
         pair.fleet.deliver({"part": 0})
-    pair.fleet.start_update(INFOS, {}, 4)
+    pair.fleet.start_update(dict(enumerate(INFOS)), {}, 4)
     for part in range(3):
         pair.fleet.deliver({"part": part})
     pair.fleet.finish_update(None)
@@ -146,7 +159,7 @@ def test_weights_that_are_described_while_they_are_sent_reach_all_engines(pair: 
 
 
 def test_a_part_that_an_engine_refuses_ends_the_update(pair: Pair) -> None:
-    pair.fleet.start_update(INFOS, {}, 4)
+    pair.fleet.start_update(dict(enumerate(INFOS)), {}, 4)
     pair.servers[1].errors["/update_weights"] = 500
     with pytest.raises(EngineError, match="rollout engine 1 "):
         pair.fleet.deliver({"part": 0})
@@ -167,7 +180,7 @@ def test_no_engine_goes_on_before_all_are_proven(pair: Pair) -> None:
 
 
 def test_proven_engines_answer_nothing_but_probes_before_requests_are_let_in(pair: Pair) -> None:
-    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
     engines = pair.fleet.finish_update(DIGESTS)
     request = pair.fleet._loop.submit(engines[1].generate(REQUEST))
     assert pair.fleet.run(engines[1].probe(REQUEST)).policy_version == 4
@@ -178,7 +191,7 @@ def test_proven_engines_answer_nothing_but_probes_before_requests_are_let_in(pai
 
 
 def test_closing_between_proof_and_letting_in_ends_the_requests_that_wait(pair: Pair) -> None:
-    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
     engines = pair.fleet.finish_update(DIGESTS)
     request = pair.fleet._loop.submit(engines[0].generate(REQUEST))
     pair.fleet.run(engines[0].probe(REQUEST))
@@ -189,14 +202,12 @@ def test_closing_between_proof_and_letting_in_ends_the_requests_that_wait(pair: 
 
 
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("failure", ["refuses", "dies"])
-def test_a_failure_of_one_engine_ends_the_use_of_both(pair: Pair, phase: str, failure: str) -> None:
+def test_a_refusal_of_one_engine_ends_the_use_of_both(pair: Pair, phase: str) -> None:
     pair.update(3)
-    (pair.servers[1].errors if failure == "refuses" else pair.servers[1].drops)[phase] = 500
+    pair.servers[1].errors[phase] = 500
     with pytest.raises(EngineError, match="rollout engine 1 "):
         pair.update(4)
     pair.servers[1].errors.clear()
-    pair.servers[1].drops.clear()
     asked = [server.paths.count(GENERATE) for server in pair.servers]
     for index in range(2):
         with pytest.raises(EngineError, match="restart the engine"):
@@ -206,28 +217,60 @@ def test_a_failure_of_one_engine_ends_the_use_of_both(pair: Pair, phase: str, fa
         assert pair.servers[1].paused or phase == PHASES[0]
 
 
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_engine_that_dies_inside_an_update_gets_one_of_its_own_and_no_other_does(
+    pair: Pair, phase: str
+) -> None:
+    pair.update(3)
+    lost = pair.fleet.engines[1]
+    pair.servers[1].drops[phase] = ATTEMPTS if phase in REPEATED else 1
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
+    assert list(pair.fleet.finish_update(DIGESTS)) == [0]
+    assert list(pair.fleet.reports) == [0]
+    pair.fleet.let_requests_in()
+    assert pair.generate(0)[0].policy_version == 4
+    assert lost.lost and phase in lost.why_unusable
+    with pytest.raises(EngineError, match="rollout engine 1"):
+        pair.generate(1)
+    untouched = len(pair.servers[0].received)
+    assert pair.replacements() == {1: True}
+    pair.fleet.start_update({1: INFOS[1]}, PAYLOAD, 4)
+    assert list(pair.fleet.finish_update(DIGESTS)) == [1]
+    pair.fleet.let_requests_in()
+    assert pair.generate(1)[0].policy_version == 4
+    assert len(pair.servers[0].received) == untouched
+
+
 def test_a_restarted_engine_gets_current_weights_before_its_first_request(pair: Pair) -> None:
     pair.update(3)
+    before = len(pair.servers[1].received)
     pair.reopen(1)
     with pytest.raises(EngineError, match=r"rollout engine 1 .*version 'default'"):
         pair.generate(1)
+    pair.loop.run(pair.servers[1].close())
+    wait_for(lambda: not pair.fleet.engines[1].usable)
+    pair.loop.run(pair.servers[1].open())
     before = len(pair.servers[1].received)
-    others = len(pair.servers[0].received)
-    pair.fleet.restart(1, INFOS[1], PAYLOAD, 3)
+    assert pair.replacements() == {1: True}
+    with pytest.raises(EngineError, match="has no weights of this run yet"):
+        pair.generate(1)
+    pair.fleet.start_update({1: INFOS[1]}, PAYLOAD, 3)
     assert list(pair.fleet.finish_update(DIGESTS)) == [1]
     pair.fleet.let_requests_in()
     assert [result.policy_version for result in pair.generate(1, 0)] == [3, 3]
     fresh = pair.servers[1].paths[before:]
-    assert fresh[0] == "/init_weight_transfer_engine"
+    assert fresh[:2] == ["/collective_rpc", "/init_weight_transfer_engine"]
     assert fresh.index("/resume") < fresh.index(GENERATE)
-    assert pair.servers[0].paths[others:] == [GENERATE]
 
 
 def test_a_restart_that_brings_wrong_weights_is_not_used(pair: Pair) -> None:
     pair.update(3)
-    pair.reopen(1)
+    pair.loop.run(pair.servers[1].close())
+    wait_for(lambda: not pair.fleet.engines[1].usable)
+    pair.loop.run(pair.servers[1].open())
+    assert pair.replacements() == {1: True}
     pair.servers[1].digests = [{"w": "0b"}]
-    pair.fleet.restart(1, INFOS[1], PAYLOAD, 3)
+    pair.fleet.start_update({1: INFOS[1]}, PAYLOAD, 3)
     with pytest.raises(EngineError, match="does not hold the weights"):
         pair.fleet.finish_update(DIGESTS)
     with pytest.raises(EngineError, match="restart the engine"):
@@ -235,27 +278,87 @@ def test_a_restart_that_brings_wrong_weights_is_not_used(pair: Pair) -> None:
     assert pair.generate(0)[0].policy_version == 3
 
 
-def test_an_engine_that_is_gone_between_the_halves_fails_the_second(pair: Pair) -> None:
+def test_an_engine_that_hangs_is_lost_and_what_it_was_asked_ends(pair: Pair) -> None:
+    pair.servers[1].seconds_per_token = 30.0
     pair.update(3)
-    pair.fleet.start_update(INFOS, PAYLOAD, 4)
-    wait_for(lambda: pair.servers[1].paths.count("/update_weights") == 2)
+    replica = pair.fleet._replicas[1]
+    object.__setattr__(replica._rollout, "heartbeat_timeout_seconds", 0.3)
+    request = pair.fleet._loop.submit(pair.fleet.engines[1].generate(REQUEST))
+    wait_for(lambda: pair.servers[1].running == 1)
+    pair.servers[1].hangs = {"/is_paused"}
+    # The heartbeat that runs has the old limit; the next client gets the new one.
     pair.loop.run(pair.servers[1].close())
     with pytest.raises(EngineUnavailable, match="rollout engine 1"):
-        pair.fleet.finish_update(DIGESTS)
-    assert pair.servers[0].paths.count("/resume") == 1
+        request.result(10)
+    pair.loop.run(pair.servers[1].open())
+    wait_for(lambda: pair.fleet.engines[1].usable)
+    second = pair.fleet.engines[1]
+    wait_for(lambda: not second.usable)
+    assert "no answer to GET /is_paused" in second.why_unusable
+    assert "rollout.heartbeat_timeout_seconds=0.3" in second.why_unusable
+    pair.servers[1].hangs = set()
+    wait_for(lambda: pair.fleet.engines[1].usable)
+    assert pair.fleet.engines[0].usable
+    assert pair.fleet.take_counts() == {
+        "engine/live": 2.0,
+        "engine/restarts": 2.0,
+        "engine/lost_requests": 1.0,
+    }
+    assert pair.fleet.take_counts()["engine/restarts"] == 0.0
+
+
+def test_an_engine_that_keeps_dying_ends_the_run_with_a_word(pair: Pair) -> None:
+    pair.update(3)
+    object.__setattr__(pair.fleet._config.rollout, "startup_timeout_seconds", 1)
+    pair.servers[1].errors["/health"] = 503
+    wait_for(lambda: pair.fleet._replicas[1].failure is not None)
+    with pytest.raises(
+        EngineError,
+        match=r"engine 1 was restarted 3 times .*did not answer again within 1 s .*start it again",
+    ):
+        pair.fleet.to_update(all_engines=True)
+
+
+def test_an_endpoint_whose_workers_answer_late_is_refused(pair: Pair) -> None:
+    pair.servers[0].answers_late = True
+    other = EngineFleet(pair_config(pair.servers[0].socket.parent), "cpu")
+    try:
+        other.start()
+        with pytest.raises(EngineError, match=r"rollout engine 0 .*Start the engine again"):
+            other.wait_ready()
+    finally:
+        other.close()
+
+
+def test_weights_that_could_not_be_sent_leave_engines_to_be_replaced(pair: Pair) -> None:
+    pair.update(3)
+    pair.servers[1].drops["/update_weights"] = 500
+    pair.servers[0].errors["/update_weights"] = 500
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
+    assert pair.fleet.abandon_update() == [1]
+    pair.servers[0].errors.clear()
+    pair.servers[1].drops.clear()
+    wait_for(lambda: all(engine.usable for engine in pair.fleet.engines))
+    assert pair.fleet.to_update(all_engines=False) == {0: True, 1: True}
+    assert [replica._budget.spent for replica in pair.fleet._replicas] == [0, 1]
+
+
+def test_an_engine_that_is_gone_between_the_halves_is_left_out_of_the_second(pair: Pair) -> None:
+    pair.update(3)
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
+    wait_for(lambda: pair.servers[1].paths.count("/update_weights") == 2)
+    pair.loop.run(pair.servers[1].close())
+    assert list(pair.fleet.finish_update(DIGESTS)) == [0]
+    assert pair.servers[0].paths.count("/resume") == 2
     pair.loop.run(pair.servers[1].open())
 
 
 def test_halves_come_in_turn(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match="start_update comes first"):
         pair.fleet.finish_update(DIGESTS)
-    with pytest.raises(RuntimeError, match="1 places to get weights from for 2 engines"):
-        pair.fleet.start_update(INFOS[:1], PAYLOAD, 4)
-    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
     with pytest.raises(RuntimeError, match="update to version 4 is still open"):
-        pair.fleet.start_update(INFOS, PAYLOAD, 5)
-    with pytest.raises(RuntimeError, match="update to version 4 is still open"):
-        pair.fleet.restart(0, INFOS[0], PAYLOAD, 4)
+        pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 5)
     pair.fleet.finish_update(DIGESTS)
 
 
@@ -264,7 +367,7 @@ def test_closing_inside_an_update_ends_it(pair: Pair) -> None:
     pair.update(3)
     running = pair.fleet._loop.submit(pair.fleet.engines[0].generate(REQUEST))
     wait_for(lambda: pair.servers[0].running == 1)
-    pair.fleet.start_update(INFOS, PAYLOAD, 4)
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
     pair.fleet.close()
     assert running.done()
 
@@ -301,36 +404,91 @@ def test_engines_on_the_trainers_devices_see_all_of_them_and_their_own_first(
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
 
-def test_a_restart_of_our_own_server_replaces_its_process_and_keeps_its_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeds: list[int] = []
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFleet]:
+    """Two servers of ours, stand-ins."""
 
     def command(options: vllm_server.ServerOptions, socket: Path) -> list[str]:
-        seeds.append(options.seed)
-        return [sys.executable, str(STAND_IN), str(socket), "serves"]
+        behaviour = (tmp_path / f"next_{options.index}").read_text()
+        (tmp_path / "seeds").open("a").write(f"{options.seed} ")
+        return [sys.executable, str(STAND_IN), str(socket), behaviour]
 
     monkeypatch.setattr(vllm_server, "server_command", command)
     monkeypatch.setattr(vllm_server, "GRACE_SECONDS", 1.0)
-    config = make_config(rollout={"engines": 2}).model_copy(update={"run_dir": tmp_path / "run"})
-    published = tmp_path / "weights"
-    published.mkdir()
+    monkeypatch.setattr(replica, "LAST_WORDS_SECONDS", 0.2)
+    monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 0.001)
+    beats = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 3.0}
+    config = make_config(rollout={"engines": 2, **beats})
+    config = config.model_copy(update={"run_dir": tmp_path / "run"})
+    for index in range(2):
+        (tmp_path / f"next_{index}").write_text("serves")
     fleet = EngineFleet(config, "cpu")
     try:
         fleet.start()
         fleet.wait_ready()
-        fleet.remove_when_orphaned(published)
-        before = [(engine.endpoint, engine) for engine in fleet.engines]
-        fleet.restart(1, INFOS[1], PAYLOAD, 3)
-        with pytest.raises(EngineError, match=r"rollout engine 1 .*answered 501"):
-            fleet.finish_update(None)
-        assert fleet.engines[0] is before[0][1]
-        assert fleet.engines[1].endpoint != before[1][0]
-        assert not Path(before[1][0].removeprefix("unix:")).exists()
-        listed = Path(fleet.engines[1].endpoint.removeprefix("unix:")).with_name(
-            vllm_server.ORPHANS_FILE
-        )
-        assert listed.read_text() == f"{published}\n"
-        assert seeds == [config.seed, config.seed + 1, config.seed + 1]
+        yield fleet
     finally:
         fleet.close()
+
+
+def wait_for_replacement(fleet: EngineFleet, index: int) -> None:
+    before = fleet._replicas[index].restarts
+    wait_for(lambda: fleet._replicas[index].restarts == before + 1, seconds=60)
+    wait_for(lambda: fleet.engines[index].usable)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("whole_session", [True, False])
+def test_a_server_that_is_killed_or_stopped_is_replaced(
+    own: EngineFleet, tmp_path: Path, number: signal.Signals, whole_session: bool
+) -> None:
+    published = tmp_path / "weights"
+    published.mkdir()
+    own.remove_when_orphaned(published)
+    first, second = own.engines
+    scratch = Path(second.endpoint.removeprefix("unix:")).parent
+    shared = Path((scratch / "shared_memory").read_text())
+    session = own._servers[1].pid
+    assert session is not None
+    (server,) = psutil.Process(session).children()
+    for pid in session_members(session) if whole_session else [server.pid]:
+        os.kill(pid, number)
+    wait_for_replacement(own, 1)
+    assert own.engines[0] is first
+    fresh = own.engines[1]
+    assert fresh.endpoint != second.endpoint
+    assert second.lost and not fresh.has_weights
+    assert session_members(session) == []
+    assert not scratch.exists()
+    if number == signal.SIGKILL and not whole_session:
+        shared.unlink()  # Python's resource tracker does this for vLLM
+    assert not shared.exists()
+    listed = Path(fresh.endpoint.removeprefix("unix:")).with_name(vllm_server.ORPHANS_FILE)
+    assert listed.read_text() == f"{published}\n"
+    seeds = (tmp_path / "seeds").read_text().split()
+    assert seeds[0] != seeds[1] and seeds[2:] == [seeds[1]]
+    if number == signal.SIGSTOP:
+        assert "heartbeat_timeout_seconds=3" in second.why_unusable
+    else:
+        assert "SIGKILL" in second.why_unusable
+
+
+def test_a_server_that_ends_whenever_it_starts_is_given_up_with_its_last_words(
+    own: EngineFleet, tmp_path: Path
+) -> None:
+    (tmp_path / "next_1").write_text("dies")
+    session = own._servers[1].pid
+    assert session is not None
+    os.kill(psutil.Process(session).children()[0].pid, signal.SIGKILL)
+    wait_for(lambda: own._replicas[1].failure is not None, seconds=60)
+    with pytest.raises(EngineError) as caught:
+        own.to_update(all_engines=True)
+    for words in (
+        "rollout engine 1 was restarted 3 times (rollout.max_restarts)",
+        "ended before it was ready (ended with exit code 1)",
+        "rollout_engine_1.log",
+        "out of luck",
+    ):
+        assert words in str(caught.value)
+    assert own.engines[0].usable
+    assert len((tmp_path / "seeds").read_text().split()) == 2 + 3

@@ -221,7 +221,7 @@ def test_a_killed_guardian_takes_the_server_along(
     server.stop()
     assert session_members(session) == []
     assert not scratch.exists()
-    shared.unlink()
+    assert not shared.exists()
 
 
 def test_a_second_start_is_refused(tmp_path: Path, stand_in: Callable[[str], None]) -> None:
