@@ -19,7 +19,7 @@ from megatron_dapo.rollout.keep_rate import KeepRate
 from megatron_dapo.rollout.member_sampler import EnginesLost, MemberSampler
 from megatron_dapo.rollout.scheduler_state import SchedulerState
 from megatron_dapo.rollout.selection import select_groups
-from megatron_dapo.rollout.staleness import must_finish, split_stale, waits_until
+from megatron_dapo.rollout.staleness import must_finish, split_stale, too_old, waits_until
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class Streaming:
         self._collecting = False
         self._carried_in = 0
         self._stale = 0
+        self._ended = 0
+        self._ended_tokens = 0
         self._began = 0.0
         self._measured_from = 0.0
 
@@ -88,7 +90,10 @@ class Streaming:
         self._read.append(draft)
         if is_usable(draft, self._sampling.dynamic):
             self._read_usable += 1
-            self.ready.append(draft)
+            if too_old(draft, self._version, self._rollout.max_staleness):
+                self._stale += 1
+            else:
+                self.ready.append(draft)
         self.room()
 
     def room(self) -> None:
@@ -119,7 +124,17 @@ class Streaming:
             self._measured_from = self._began
         self.ready, stale = split_stale(self.ready, version, self._rollout.max_staleness)
         self._stale += len(stale)
+        if self._sampler.idle:
+            self._end_too_old(version)
         self._step, self._version = step, version
+
+    def _end_too_old(self, version: int) -> None:
+        """End unfinished groups that no step may train on: one before was out of time."""
+        old = split_stale(self.open, version, self._rollout.max_staleness)[1]
+        self._sampler.forget(old)
+        self.open = [draft for draft in self.open if draft not in old]
+        self._ended += len(old)
+        self._ended_tokens += sum(draft.tokens for draft in old)
 
     def _wants_more(self) -> bool:
         if self._drawn >= self._most:
@@ -171,12 +186,15 @@ class Streaming:
             carried_in=self._carried_in,
             carried_out=len(self.ready),
             discarded_stale=self._stale,
+            discarded_unfinished=self._ended,
+            discarded_unfinished_tokens=self._ended_tokens,
             continued=continued,
             tokens=tokens,
             keep_rate=self.rate.value,
             seconds=now - self._measured_from,
         )
-        self._read, self._read_usable, self._drawn, self._stale = [], 0, 0, 0
+        self._read, self._read_usable, self._drawn = [], 0, 0
+        self._stale = self._ended = self._ended_tokens = 0
         self._carried_in, self._measured_from = len(self.ready), now
         generated = tuple(draft.group for draft in read if draft.group is not None)
         return Collected(self._step, kept, generated, selection.counts, tally, timed_out)

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ from megatron_dapo.rollout.selection import NotEnoughGroups
 from megatron_dapo.types import Group, Prompt, Response, Reward
 from tests.unit.rollout.simulated import (
     ALL,
+    ASYNC_1,
     ASYNC_3,
     ASYNC_FINISH,
     CONTINUE,
@@ -99,6 +101,22 @@ def test_what_is_there_when_time_is_over_may_train(sections: Sections) -> None:
     )
     if run.rollout.mode != "async":
         assert run.order.taken == ended
+
+
+@pytest.mark.parametrize("sections", [CONTINUE, ASYNC_1, ASYNC_3], ids=str)
+def test_a_response_that_a_step_had_no_time_to_wait_for_is_not_trained_on_too_late(
+    sections: Sections,
+) -> None:
+    world = World(target=4, slots=12, keep_rate=0.9, max_seconds=30.0, when_short="train")
+    run = whole_run(replace(world, train_seconds=1.0), sections)
+    lost = sum(
+        step.metrics["filter/discarded_unfinished"] + step.metrics["filter/discarded_stale"]
+        for step in run.steps
+    )
+    assert lost > 0 or sections is ASYNC_3
+    for version, step in enumerate(run.steps):
+        ages = [version - r.policy_version for group in step.groups for r in group.responses]
+        assert max(ages) <= run.rollout.max_staleness
 
 
 @pytest.mark.parametrize("sections", ALL, ids=str)
