@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_dapo.checkpoint import save as checkpoint_save
 from megatron_dapo.checkpoint import state as checkpoint_state
-from megatron_dapo.checkpoint.commit import newest_complete, step_folder
+from megatron_dapo.checkpoint.commit import TENSORS, newest_complete, step_folder
 from megatron_dapo.checkpoint.save import CheckpointError
 from megatron_dapo.checkpoint.state import Restored, load_checkpoint, save_checkpoint
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.policy.policy import Policy
 from megatron_dapo.resharding.transfer import export_stream
+from megatron_dapo.types import MicroBatch
 from tests.parallel.policy_cases import build_policy, drift, pack, rollout_batch, run_config
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
@@ -209,6 +213,55 @@ def _refuses_another_number_of_optimizers(folder: Path) -> None:
     _destroy(policy)
 
 
+def _stored(checkpoint: Path) -> dict[str, Tensor]:
+    """Every tensor of a distributed checkpoint, whole."""
+    folder = checkpoint / TENSORS
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors: dict[str, Tensor] = {
+        name: torch.empty(known.size, dtype=known.properties.dtype)
+        for name, known in stored.items()
+        if isinstance(known, TensorStorageMetadata)
+    }
+    dcp.load(tensors, checkpoint_id=folder, no_dist=True)
+    return tensors
+
+
+def _moments_are_carried_through_layouts(root: Path) -> None:
+    """Tensor to pipeline to data parallel: every number of weights and moments is the same."""
+    first: dict[str, Tensor] = {}
+    checkpoint = None
+    layouts: tuple[Layout, ...] = ({"tensor": 2}, {"pipeline": 2}, {"data": 2})
+    for number, layout in enumerate(layouts):
+        case = Case("qwen3", layout, layout)
+        config = run_config(**layout)
+        parallel = ParallelContext.create(config.parallel, seed=number)
+        model = tiny_model("qwen3", seed=number, hidden_size=64, intermediate_size=96)
+        policy = build_policy(config, model, parallel)
+        if checkpoint is None:
+            norms = [policy.update(_scored(policy, step)).grad_norm for step in (1, 2)]
+            assert min(norms) > 0
+        else:
+            _load(policy, checkpoint)
+        checkpoint = _save(policy, root / f"layout{number}", 2)
+        if parallel.rank == 0:
+            stored = _stored(checkpoint)
+            moments = [name for name in stored if "exp_avg" in name]
+            assert len(moments) >= 20 and all(stored[name].any() for name in moments)
+            first = first or stored
+            assert stored.keys() == first.keys(), case
+            for name, tensor in stored.items():
+                assert torch.equal(tensor, first[name]), (case, name)
+        dist.barrier()
+        _destroy(policy)
+
+
+def _scored(policy: Policy, step: int) -> list[MicroBatch]:
+    policy.start_step(step)
+    micro_batches = pack(rollout_batch(512), policy.config, policy.parallel, 4)
+    scored, _ = policy.logprobs(micro_batches)
+    return [drift(m) for m in scored] if policy.parallel.is_last_stage else scored
+
+
 def _walk(rank: int, world: int, root: Path) -> None:
     for number, case in enumerate(TWO_RANKS):
         _resumes_exactly(case, root / f"case{number}")
@@ -216,6 +269,7 @@ def _walk(rank: int, world: int, root: Path) -> None:
         _a_shared_step_counter_would_be_seen(root / "shared_step", monkeypatch)
         _keeps_and_refuses(root / "keep", monkeypatch)
     _saves_before_the_first_update(root / "first")
+    _moments_are_carried_through_layouts(root / "moments")
     _refuses_another_number_of_optimizers(root / "optimizers")
 
 
