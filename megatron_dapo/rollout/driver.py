@@ -154,7 +154,8 @@ class RolloutDriver:
     def to_update(self, *, all_engines: bool) -> dict[int, bool]:
         """Engines that need weights now, and which of them are fresh since their restart.
 
-        Blocks until there is one, unless another one serves.
+        Blocks until there is one, unless another one serves. With rollout.mode=one_step_off it
+        first waits until the next step is sampled, whole from the weights that are there.
 
         Args:
             all_engines: those that serve need weights, too: there is a new version.
@@ -163,6 +164,8 @@ class RolloutDriver:
             EngineError: an engine was lost more often than `rollout.max_restarts`.
             Interrupted: `interrupt` was called.
         """
+        if all_engines and self._config.rollout.mode == "one_step_off":
+            self._fleet.run_interruptible(self._scheduler.drain())
         return self._fleet.to_update(all_engines=all_engines)
 
     def start_update(
@@ -173,17 +176,13 @@ class RolloutDriver:
     ) -> None:
         """First half of an update: these engines pause and start to take weights.
 
-        With rollout.mode=one_step_off it first waits until the next step is sampled, whole from
-        the weights that are there. Otherwise it returns at once. `finish_update` says whether it
-        went well.
+        Returns at once. `finish_update` says whether it went well.
 
         Args:
             infos: by engine: where it gets weights from.
             payload: description of this update, the same for all.
             policy_version: that the engines will serve.
         """
-        if self._config.rollout.mode == "one_step_off":
-            self._fleet.run(self._scheduler.drain())
         self._fleet.start_update(infos, payload, policy_version)
 
     def abandon_update(self) -> list[int]:
