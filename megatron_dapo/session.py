@@ -13,7 +13,7 @@ from typing import Literal, TypeVar, cast
 
 import torch.distributed as dist
 from pydantic import JsonValue
-from transformers import AutoConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from megatron_dapo import device
 from megatron_dapo.checkpoint.commit import CHECKPOINTS
@@ -140,16 +140,7 @@ def open_parts(run: RunStart) -> Iterator[Trainer]:
             stack.callback(sinks.close)
             constants |= {RUN: dict(read_run_record(config.run_dir))}
         run.watchdog.start(None if rollouts is None else lambda: rollouts.responses)
-        policy = Policy.build(config, hf_config, parallel)
-        try:
-            load_hf_weights(policy.chunks, hf_config, config.model.path, parallel)
-        except ValueError as error:
-            raise ConfigError(f"model.path={config.model.path}: {error}") from error
-        policy.weights_loaded()
-        critic = None
-        if config.advantage.estimator == "gae":
-            critic = Critic.build(config, hf_config, parallel)
-            critic.start_from(policy.chunks)
+        policy, critic = _build_models(config, hf_config, parallel)
         bridge = open_bridge(
             config,
             policy.chunks,
@@ -188,6 +179,23 @@ def open_parts(run: RunStart) -> Iterator[Trainer]:
             start_from=run.start_from,
             stop=run.stop,
         )
+
+
+def _build_models(
+    config: RunConfig, hf_config: PretrainedConfig, parallel: ParallelContext
+) -> tuple[Policy, Critic | None]:
+    """The policy with its start weights, and with advantage.estimator=gae a critic from them."""
+    policy = Policy.build(config, hf_config, parallel)
+    try:
+        load_hf_weights(policy.chunks, hf_config, config.model.path, parallel)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    policy.weights_loaded()
+    if config.advantage.estimator != "gae":
+        return policy, None
+    critic = Critic.build(config, hf_config, parallel)
+    critic.start_from(policy.chunks)
+    return policy, critic
 
 
 def _open_rollouts(

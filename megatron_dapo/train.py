@@ -42,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    stop.close()
+    finally:
+        stop.close()
     return EXIT_DONE if finished else EXIT_PREEMPTED
 
 

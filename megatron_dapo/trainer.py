@@ -38,6 +38,7 @@ from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.stop import SignalsHeld, StopRequest, on_any_rank
 from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
+from megatron_dapo.policy.failed_update import write_failed_update
 from megatron_dapo.policy.policy import POLICY_METRICS, Policy
 from megatron_dapo.policy.trained_model import SkippedUpdates, TrainedModel
 from megatron_dapo.resharding.open_bridge import WeightBridge
@@ -230,7 +231,8 @@ class Trainer:
             self.watchdog.mark()
             result = model.update(update)
             bag.update(result.metrics.metrics)
-            self.skipped.note(model.name, result)
+            dump = partial(write_failed_update, model, update, step)
+            self.skipped.note(model.name, result, dump)
 
     def sync_weights(self) -> dict[str, float]:
         """Engines serve this policy from here on, stamped with `policy_version`. Collective."""

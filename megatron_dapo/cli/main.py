@@ -54,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_export(commands)
     _add_report(commands)
+    _add_replay(commands)
     _add_data(commands)
     _add_doctor(commands)
     return parser
@@ -183,6 +184,18 @@ def _export(options: argparse.Namespace) -> int:
     from megatron_dapo.cli.export import export_main
 
     return export_main(options)
+
+
+def _add_replay(commands: Commands[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("replay", help="run an update with a broken gradient again")
+    parser.add_argument("dump", type=Path, metavar="RUN_DIR/dumps/step_N")
+    parser.set_defaults(run=_replay)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from megatron_dapo.cli.replay import replay_dump
+
+    return replay_dump(options.dump)
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -255,8 +255,8 @@ class ReshardingConfig(Section):
     """Weights under way at a time; a transport holds at most two buckets beside the model on either
     side. An engine also holds the module that its kernel repacks or vLLM's loader takes, whole."""
     timeout_seconds: PositiveInt = 600
-    """Longest wait for the other side of a transfer, and, a little longer, for an engine in any step
-    of an update, such as taking all weights."""
+    """Longest wait for the other side of a transfer, and, a little longer, for an engine in any
+    step of an update, such as taking all weights."""
     verify_digests: bool = True
     """Compare a 64-bit hash of every engine parameter after each update."""
     probe_tokens: int = Field(default=16, ge=0)

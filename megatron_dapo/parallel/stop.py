@@ -46,6 +46,7 @@ class StopRequest:
         self._leaving = False
         self._interrupt: Callable[[], None] | None = None
         self._store: dist.Store | None = None
+        self._thread: threading.Thread | None = None
         self._world_size = 1
 
     def listen(self) -> None:
@@ -56,7 +57,10 @@ class StopRequest:
         signal.set_wakeup_fd(mouth.detach(), warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self._leave)
-        threading.Thread(target=self._watch, args=(ear,), name="stop request", daemon=True).start()
+        self._thread = threading.Thread(
+            target=self._watch, args=(ear,), name="stop request", daemon=True
+        )
+        self._thread.start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def share(self, store: dist.Store, world_size: int) -> None:
@@ -90,10 +94,15 @@ class StopRequest:
         return on_any_rank(self.is_set(), group)
 
     def close(self) -> None:
-        """The run is over: later requests must not change its exit code. Main thread only."""
+        """The run is over: later requests must not change its exit code. Main thread only.
+
+        The thread ends here: one that Python's own end finds inside the store aborts the process.
+        """
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         self._ended.set()
+        if self._thread is not None:
+            self._thread.join(LEAVE_SECONDS)
 
     def _watch(self, ear: socket.socket) -> None:
         while not (self._hears_signal(ear) or self._asked.is_set() or self._hears_others()):
@@ -141,8 +150,8 @@ class StopRequest:
         main = threading.main_thread().ident
         assert main is not None, "the main thread runs"
         signal.pthread_kill(main, signal.SIGUSR1)
-        time.sleep(LEAVE_SECONDS)
-        if not (self._leaving or self._running or self._ended.is_set()):
+        ended = self._ended.wait(LEAVE_SECONDS)
+        if not (ended or self._leaving or self._running):
             os._exit(EXIT_PREEMPTED)
 
     def _leave(self, _number: int, _frame: FrameType | None) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -53,8 +53,13 @@ class SkippedUpdates:
     in_a_row: Counter[str] = field(default_factory=Counter)
     """By the model that was not updated."""
 
-    def note(self, model: str, result: UpdateResult) -> None:
+    def note(
+        self, model: str, result: UpdateResult, dump: Callable[[], object] = lambda: "no folder"
+    ) -> None:
         """Count one update of `model`.
+
+        Args:
+            dump: writes the update down before the run ends; returns where.
 
         Raises:
             RuntimeError: it is the last of `stop_after` in a row that were skipped for their norm.
@@ -65,8 +70,8 @@ class SkippedUpdates:
             raise RuntimeError(
                 f"{self.in_a_row[model]} updates of the {model} in a row had a gradient norm of "
                 f"{result.grad_norm} (training.stop_after_skipped={self.stop_after}); the weights "
-                "are those of the last finite update. Look at actor/ratio_max and the samples of "
-                "this step"
+                "are those of the last finite update. The last one of them is in "
+                f"{dump()}: `megatron-dapo replay` runs it again and says what is not finite"
             )
 
 

@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "megatron_dapo"
 FLOORS = [
-    {"cli", "train"},
+    {"cli", "train", "replay"},
     {"session"},
     {"trainer"},
     {"engine_weights"},
