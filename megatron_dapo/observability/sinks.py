@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_WAITING = 10_000
+"""Records kept while metrics.jsonl cannot be written; then the oldest go."""
 FAILURES = (OSError, ImportError)
 """What a sink may raise when the world around it is not as it should be."""
 
@@ -67,7 +69,7 @@ class Sinks:
         self._samples_per_step = samples_per_step
         self._last_step = last_step
         self.failures: Counter[str] = Counter()
-        """Records that a sink lost, by the sink's name."""
+        """Writes that failed, by the sink's name."""
 
     @classmethod
     def open(cls, config: RunConfig) -> Sinks:
@@ -125,7 +127,7 @@ class Sinks:
             self._guard(sink.name, sink.close)
         if self.failures:
             lost = ", ".join(f"{name} {count}" for name, count in self.failures.items())
-            logger.warning("records that could not be written: %s", lost)
+            logger.warning("writes that failed: %s", lost)
             self.failures.clear()
 
     def finish(self) -> None:
@@ -145,27 +147,37 @@ class Sinks:
         except FAILURES as error:
             self.failures[name] += 1
             if self.failures[name] == 1:
-                logger.warning("%s: %s. Training goes on without this record.", name, error)
+                logger.warning("%s: %s. Training goes on all the same.", name, error)
 
 
 class JsonLinesSink:
-    """metrics.jsonl and samples.jsonl in the run directory: the truth of a run."""
+    """metrics.jsonl and samples.jsonl in the run directory: the truth of a run.
+
+    Records that find no room wait for the next ones, and are written before them.
+    """
 
     name = "jsonl"
 
     def __init__(self, run_dir: Path) -> None:
         self._metrics = run_dir / METRICS_FILE
         self._samples = run_dir / SAMPLES_FILE
+        self._waiting: deque[tuple[Path, Mapping[str, object]]] = deque(maxlen=MOST_WAITING)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        append_line(self._metrics, {"step": step, **metrics})
+        self._waiting.append((self._metrics, {"step": step, **metrics}))
+        self._write()
 
     def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
-        for row in rows:
-            append_line(self._samples, row)
+        self._waiting.extend((self._samples, row) for row in rows)
+        self._write()
 
     def close(self) -> None:
-        """Every line is in the file already."""
+        self._write()
+
+    def _write(self) -> None:
+        while self._waiting:
+            append_line(*self._waiting[0])
+            self._waiting.popleft()
 
 
 class TensorBoardSink:

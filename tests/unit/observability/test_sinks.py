@@ -146,7 +146,7 @@ def test_a_full_disk_is_said_once_counted_and_survived(
         sinks.finish()
     said = [record.message for record in caplog.records if "No space left" in record.message]
     assert len(said) == 1
-    assert "records that could not be written: jsonl 4" in caplog.text
+    assert "writes that failed: jsonl 5" in caplog.text  # it tried again at the end
 
 
 def test_a_run_directory_that_cannot_be_made_is_survived(tmp_path: Path) -> None:
@@ -164,7 +164,8 @@ def test_writing_goes_on_when_there_is_room_again(tmp_path: Path) -> None:
     sinks.log(1, {"loss": 1.0})
     path.unlink()
     sinks.log(2, {"loss": 2.0})
-    assert read_metrics(path) == {2: {"loss": 2.0}}
+    assert read_metrics(path) == {1: {"loss": 1.0}, 2: {"loss": 2.0}}
+    assert sinks.failures == {"jsonl": 1}
 
 
 def test_tensorboard_gets_every_metric_and_a_resume_purges_what_it_repeats(tmp_path: Path) -> None:
@@ -291,3 +292,24 @@ def test_an_offline_run_of_the_real_wandb_is_recorded(
     assert not sinks.failures
     sinks.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_no_step_is_lost_once_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    metrics, disk = tmp_path / "metrics.jsonl", Path("/dev/full")
+    sink = JsonLinesSink(tmp_path)
+    sink.log(1, {"actor/lr": 1.0})
+    content = metrics.read_text()
+    metrics.unlink()
+    metrics.symlink_to(disk)
+    for step in (2, 3):
+        with pytest.raises(OSError, match="No space left"):
+            sink.log(step, {"actor/lr": float(step)})
+    metrics.unlink()
+    metrics.write_text(content)
+    sink.log(4, {"actor/lr": 4.0})
+    assert {step: found["actor/lr"] for step, found in read_metrics(metrics).items()} == {
+        1: 1.0,
+        2: 2.0,
+        3: 3.0,
+        4: 4.0,
+    }
