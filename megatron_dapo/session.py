@@ -52,6 +52,8 @@ class RunStart:
     parallel: ParallelContext
     stop: StopRequest
     watchdog: Watchdog
+    lock: RunLock | None
+    """Of the run directory, on global rank 0."""
     start_from: Path | None
     """Verified checkpoint to go on from, the same on every rank."""
     complete: bool
@@ -100,8 +102,9 @@ def open_run(config: RunConfig, environment: LaunchEnv, stop: StopRequest) -> It
     """
     device.select(config.device, local_rank=environment.local_rank)
     with ExitStack() as stack:
+        lock = None
         if environment.rank == 0:
-            stack.enter_context(RunLock(config.run_dir, os.environ))
+            lock = stack.enter_context(RunLock(config.run_dir, os.environ))
         watchdog = Watchdog(
             config.run_dir / "logs",
             environment.rank,
@@ -115,7 +118,7 @@ def open_run(config: RunConfig, environment: LaunchEnv, stop: StopRequest) -> It
         control = parallel.control_group
         found = find_checkpoint(config.run_dir / CHECKPOINTS, control)
         complete = decided_by_rank_0(lambda: is_complete(config, found), control)
-        yield RunStart(config, environment, parallel, stop, watchdog, found, complete)
+        yield RunStart(config, environment, parallel, stop, watchdog, lock, found, complete)
 
 
 @contextmanager
@@ -162,6 +165,7 @@ def open_parts(run: RunStart) -> Iterator[Trainer]:
             policy.optimizer,
             critic,
             constants,
+            run.lock,
         )
         stack.callback(checkpoints.close)
         yield Trainer(

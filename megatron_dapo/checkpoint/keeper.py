@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dapo import device
 from megatron_dapo.checkpoint.header import Score
+from megatron_dapo.checkpoint.run_lock import RunLock
 from megatron_dapo.checkpoint.save import CheckpointError, StagedSave, write_save
 from megatron_dapo.checkpoint.state import (
     Critic,
@@ -53,6 +54,8 @@ class CheckpointKeeper:
     critic: Critic | None = None
     constants: Mapping[str, JsonValue] = field(default_factory=dict)
     """States by name that every checkpoint of the run holds, on global rank 0."""
+    lock: RunLock | None = None
+    """Of the run directory, on global rank 0: nothing is written once another run has it."""
     failures: int = 0
     """Saves that failed since the start."""
     blocked_seconds: float = 0.0
@@ -80,6 +83,8 @@ class CheckpointKeeper:
                 has to stop for it.
         """
         started = time.monotonic()
+        if self.lock is not None:
+            self.lock.require_held()
         self.settle(wait=True)
         background = self.settings.asynchronous
         staged = stage_save(
