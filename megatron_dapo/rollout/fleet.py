@@ -53,7 +53,7 @@ class EngineFleet:
     def __init__(self, config: RunConfig, device: Device) -> None:
         self.engines: list[VllmEngine] = []
         """Clients in order, from `wait_ready` on. Use them inside `run` only; one that is lost
-        gives its place to the fresh one."""
+        stays until the fresh one in its place serves."""
         self.reports: Mapping[int, list[dict[str, JsonValue]]] = {}
         """Of the last update, by engine: what each of its workers says; [] without digests."""
         self._config = config
@@ -67,7 +67,7 @@ class EngineFleet:
         self._replicas: list[Replica] = []
         self._changed: asyncio.Event
         self._update: _OpenUpdate | None = None
-        self._unproven: Sequence[VllmEngine] = ()
+        self._unproven: Mapping[int, VllmEngine] = {}
         self._shared_directory: Path | None = None
         self._taken: dict[str, float] = {}
 
@@ -152,7 +152,7 @@ class EngineFleet:
                 f"the update to version {self._update.policy_version} is still open; "
                 "finish_update comes first"
             )
-        engines = {index: self.engines[index] for index in infos}
+        engines = {index: self._replicas[index].engine for index in infos}
         loading = {
             index: self._loop.submit(_load(engine, infos[index], payload))
             for index, engine in engines.items()
@@ -203,7 +203,7 @@ class EngineFleet:
             done = True
         finally:
             self._close_update("a weight update of the engines failed" if not done else "")
-        self._unproven = tuple(proven.values())
+        self._unproven = proven
         return proven
 
     def abandon_update(self) -> list[int]:
@@ -267,18 +267,13 @@ class EngineFleet:
                 index,
                 self._servers[index] if self._servers else None,
                 sleep_mode=self._sleep_mode,
-                replaced=self._take_over,
+                replaced=self._changed.set,
                 started=self._restarted,
             )
             for index in range(len(self))
         ]
         await gather_or_cancel([replica.connect() for replica in self._replicas])
         self.engines = [replica.engine for replica in self._replicas]
-
-    def _take_over(self) -> None:
-        """A fresh engine has taken a lost one's place, or none ever will."""
-        self.engines[:] = [replica.engine for replica in self._replicas]
-        self._changed.set()
 
     def _restarted(self, server: VllmServer) -> None:
         if self._shared_directory is not None:
@@ -297,7 +292,7 @@ class EngineFleet:
                     if replica.engine.usable
                 }
                 # One that shares the trainers' device must be up before they train on.
-                pending = self._sleep_mode and len(usable) < len(self.engines)
+                pending = self._sleep_mode and len(usable) < len(self._replicas)
                 if usable and not pending:
                     return {i: fresh for i, fresh in usable.items() if fresh or all_engines}
                 self._changed.clear()
@@ -333,14 +328,15 @@ class EngineFleet:
         return lost
 
     async def _let_requests_in(self) -> None:
-        for engine in self._unproven:
+        for index, engine in self._unproven.items():
             if engine.usable:
                 engine.let_requests_in()
-        self._unproven = ()
+                self.engines[index] = engine
+        self._unproven = {}
 
     async def _sleep(self) -> None:
         await of_the_living(
-            {i: engine for i, engine in enumerate(self.engines) if engine.usable},
+            {index: engine for index, engine in enumerate(self.engines) if engine.usable},
             lambda _, engine: engine.sleep(),
         )
 

@@ -18,7 +18,8 @@ from megatron_dapo.config import load_config
 from megatron_dapo.resharding.plan import ReshardPlan
 from megatron_dapo.resharding.train_map import TrainLayout
 from megatron_dapo.rollout.driver import RolloutDriver
-from megatron_dapo.rollout.engine import EngineError, EngineUnavailable
+from megatron_dapo.rollout.engine import EngineError
+from megatron_dapo.rollout.member_sampler import EnginesLost
 from megatron_dapo.rollout.vllm_server import session_members
 from tests.e2e.conftest import PARITY, expected_logprobs, saved_tensors, stop_and_look
 from tests.e2e.runs import make_start
@@ -49,7 +50,7 @@ class Driven:
         return publish_messages(self.plan, tensors, self.weights, self.version)
 
     def start(self, payload: dict[str, object]) -> None:
-        self.driver.start_update([self.info], payload, self.version)
+        self.driver.start_update({0: self.info}, payload, self.version)
 
     def served(self, model: PreTrainedModel) -> bool:
         """Every sampled token comes from this model under the current version."""
@@ -118,11 +119,11 @@ def test_an_engine_killed_inside_an_update_serves_nothing_until_it_has_the_curre
     time.sleep(0.01)
     for pid in before:
         os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineUnavailable, match="rollout engine 0"):
-        driven.driver.finish_update(digests)
-    with pytest.raises(EngineError, match="restart the engine"):
+    assert driven.driver.finish_update(digests) == ()
+    with pytest.raises(EnginesLost, match=r"rollout engine 0 .*is lost"):
         driven.driver.collect(driven.version, driven.version)
-    driven.driver.restart(0, driven.info, payload, driven.version)
+    assert driven.driver.to_update(all_engines=False) == {0: True}
+    driven.start(payload)
     driven.driver.finish_update(digests)
     driven.driver.let_requests_in()
     assert not set(driven.engine_processes()) & set(before)

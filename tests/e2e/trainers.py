@@ -253,6 +253,7 @@ def connect_again(trainer: Trainer) -> None:
     """Fresh clients of the same engines, as a run that starts again has them. On rank 0."""
     assert trainer.rollouts is not None
     fleet = trainer.rollouts._fleet
-    for index, engine in enumerate(fleet.engines):
-        fleet.run(engine.close())
-        fleet.engines[index] = fleet.run(fleet._connect(index))
+    for replica in fleet._replicas:
+        fleet.run(replica.close("a run starts again"))
+        fleet.run(replica.connect())
+    fleet.engines[:] = [replica.engine for replica in fleet._replicas]

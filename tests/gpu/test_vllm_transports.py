@@ -95,7 +95,7 @@ def test_the_server_computes_what_was_sent(
         fleet.wait_ready()
         for version in (1, 2):
             payload = bridge.prepare(version)
-            fleet.start_update([bridge.init_info(0)], payload, version)
+            fleet.start_update({0: bridge.init_info(0)}, payload, version)
             bridge.send(version)
             fleet.finish_update(bridge.expected_digests())
             fleet.let_requests_in()

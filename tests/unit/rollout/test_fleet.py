@@ -23,6 +23,7 @@ from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, Generat
 from megatron_dapo.rollout.engine_http import ATTEMPTS
 from megatron_dapo.rollout.event_loop import EventLoopThread
 from megatron_dapo.rollout.fleet import EngineFleet
+from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import session_members
 from tests.unit.config.runs import make_config
 from tests.unit.rollout.scripted_server import GENERATE, PAYLOAD, REQUEST, ScriptedServer
@@ -56,9 +57,16 @@ class Pair:
 
         return self.fleet.run(ask())
 
+    def engine(self, index: int) -> VllmEngine:
+        """The newest client, which may not serve yet."""
+        return self.fleet._replicas[index].engine
+
+    def wait_for_all(self) -> None:
+        wait_for(lambda: self.engine(0).usable and self.engine(1).usable)
+
     def replacements(self) -> dict[int, bool]:
         """Engines that are fresh, once there is one."""
-        wait_for(lambda: all(engine.usable for engine in self.fleet.engines))
+        self.wait_for_all()
         return self.fleet.to_update(all_engines=False)
 
     def reopen(self, index: int) -> None:
@@ -222,7 +230,7 @@ def test_an_engine_that_dies_inside_an_update_gets_one_of_its_own_and_no_other_d
     pair: Pair, phase: str
 ) -> None:
     pair.update(3)
-    lost = pair.fleet.engines[1]
+    lost = pair.engine(1)
     pair.servers[1].drops[phase] = ATTEMPTS if phase in REPEATED else 1
     pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
     assert list(pair.fleet.finish_update(DIGESTS)) == [0]
@@ -252,7 +260,7 @@ def test_a_restarted_engine_gets_current_weights_before_its_first_request(pair: 
     pair.loop.run(pair.servers[1].open())
     before = len(pair.servers[1].received)
     assert pair.replacements() == {1: True}
-    with pytest.raises(EngineError, match="has no weights of this run yet"):
+    with pytest.raises(EngineUnavailable, match=r"rollout engine 1 .*is lost"):
         pair.generate(1)
     pair.fleet.start_update({1: INFOS[1]}, PAYLOAD, 3)
     assert list(pair.fleet.finish_update(DIGESTS)) == [1]
@@ -273,8 +281,9 @@ def test_a_restart_that_brings_wrong_weights_is_not_used(pair: Pair) -> None:
     pair.fleet.start_update({1: INFOS[1]}, PAYLOAD, 3)
     with pytest.raises(EngineError, match="does not hold the weights"):
         pair.fleet.finish_update(DIGESTS)
-    with pytest.raises(EngineError, match="restart the engine"):
+    with pytest.raises(EngineError, match="rollout engine 1"):
         pair.generate(1)
+    assert not pair.engine(1).usable
     assert pair.generate(0)[0].policy_version == 3
 
 
@@ -291,16 +300,16 @@ def test_an_engine_that_hangs_is_lost_and_what_it_was_asked_ends(pair: Pair) -> 
     with pytest.raises(EngineUnavailable, match="rollout engine 1"):
         request.result(10)
     pair.loop.run(pair.servers[1].open())
-    wait_for(lambda: pair.fleet.engines[1].usable)
-    second = pair.fleet.engines[1]
+    wait_for(lambda: pair.engine(1).usable)
+    second = pair.engine(1)
     wait_for(lambda: not second.usable)
     assert "no answer to GET /is_paused" in second.why_unusable
     assert "rollout.heartbeat_timeout_seconds=0.3" in second.why_unusable
     pair.servers[1].hangs = set()
-    wait_for(lambda: pair.fleet.engines[1].usable)
-    assert pair.fleet.engines[0].usable
+    wait_for(lambda: pair.engine(1).usable)
+    assert pair.engine(0).usable
     assert pair.fleet.take_counts() == {
-        "engine/live": 2.0,
+        "engine/live": 1.0,
         "engine/restarts": 2.0,
         "engine/lost_requests": 1.0,
     }
@@ -338,7 +347,7 @@ def test_weights_that_could_not_be_sent_leave_engines_to_be_replaced(pair: Pair)
     assert pair.fleet.abandon_update() == [1]
     pair.servers[0].errors.clear()
     pair.servers[1].drops.clear()
-    wait_for(lambda: all(engine.usable for engine in pair.fleet.engines))
+    pair.wait_for_all()
     assert pair.fleet.to_update(all_engines=False) == {0: True, 1: True}
     assert [replica._budget.spent for replica in pair.fleet._replicas] == [0, 1]
 
@@ -434,7 +443,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFleet
 def wait_for_replacement(fleet: EngineFleet, index: int) -> None:
     before = fleet._replicas[index].restarts
     wait_for(lambda: fleet._replicas[index].restarts == before + 1, seconds=60)
-    wait_for(lambda: fleet.engines[index].usable)
+    wait_for(lambda: fleet._replicas[index].engine.usable)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -455,7 +464,8 @@ def test_a_server_that_is_killed_or_stopped_is_replaced(
         os.kill(pid, number)
     wait_for_replacement(own, 1)
     assert own.engines[0] is first
-    fresh = own.engines[1]
+    fresh = own._replicas[1].engine
+    assert own.engines[1] is second
     assert fresh.endpoint != second.endpoint
     assert second.lost and not fresh.has_weights
     assert session_members(session) == []
