@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import PreTrainedModel
 
 from megatron_dapo.checkpoint.commit import CHECKPOINTS, step_folder
@@ -20,12 +21,10 @@ from megatron_dapo.types import Prompt, Response, Reward
 from tests.e2e.conftest import (
     PARITY,
     RunningServer,
-    SharedEngine,
-    TrainingRuns,
     expected_logprobs,
     running_server,
 )
-from tests.e2e.runs import Run, train
+from tests.e2e.runs import Run, Start, make_start, train
 from tests.tiny_models import tiny_model
 
 pytestmark = pytest.mark.timeout(1500)
@@ -149,11 +148,26 @@ ASYNC = (
 )
 
 
+ONE_STEP_OFF += ("training.steps=3", "checkpoint.every=1", "checkpoint.keep=3")
+
+
 @pytest.fixture(scope="module")
-def one_step_off(training_runs: TrainingRuns, shared_engine: SharedEngine) -> Run:
-    start = training_runs["qwen2_tied pp2"].start
-    more = ("training.steps=3", "checkpoint.every=1", "checkpoint.keep=3")
-    return train(start, "one_step_off", shared_engine.override, *ONE_STEP_OFF, *more)
+def start(
+    server: RunningServer,
+    continued: tuple[list[RolloutStep], list[PreTrainedModel]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Start:
+    """Of runs on the same server; they come after `continued`, and leave other weights there."""
+    start = make_start(tmp_path_factory.mktemp("runs"), "qwen3")
+    tree = yaml.safe_load(start.file.read_text())
+    tree["rollout"] |= {"endpoints": [server.server.endpoint], "max_concurrent_sequences": 16}
+    start.file.write_text(yaml.safe_dump(tree))
+    return start
+
+
+@pytest.fixture(scope="module")
+def one_step_off(start: Start) -> Run:
+    return train(start, "one_step_off", *ONE_STEP_OFF)
 
 
 def trains_soundly(run: Run) -> None:
@@ -176,15 +190,12 @@ def test_one_step_off_trains_on_whole_groups_of_the_version_before(one_step_off:
 
 
 @pytest.mark.slow
-def test_one_step_off_resumes_with_the_step_that_was_sampled_ahead(
-    one_step_off: Run, shared_engine: SharedEngine
-) -> None:
+def test_one_step_off_resumes_with_the_step_that_was_sampled_ahead(one_step_off: Run) -> None:
     again = one_step_off.folder.with_name("one_step_off_again")
     shutil.copytree(one_step_off.folder, again)
     shutil.rmtree(step_folder(again / CHECKPOINTS, 3))
     shutil.rmtree(again / "hf")
-    more = ("training.steps=3", "checkpoint.every=1", "checkpoint.keep=3")
-    resumed = train(one_step_off.start, again.name, shared_engine.override, *ONE_STEP_OFF, *more)
+    resumed = train(one_step_off.start, again.name, *ONE_STEP_OFF)
     assert "step_00000002" in resumed.finished.output
     timed = ("timing_s/", "perf/", "rollout/tokens", "rollout/grade", "filter/put_back")
     timed += ("filter/discarded",)
@@ -195,11 +206,8 @@ def test_one_step_off_resumes_with_the_step_that_was_sampled_ahead(
     assert told(resumed) == pytest.approx(told(one_step_off), rel=1e-6, abs=1e-9)
 
 
-def test_async_trains_on_what_is_at_most_two_versions_old(
-    training_runs: TrainingRuns, shared_engine: SharedEngine
-) -> None:
-    start = training_runs["qwen2_tied pp2"].start
-    run = train(start, "async", shared_engine.override, *ASYNC, "training.steps=4")
+def test_async_trains_on_what_is_at_most_two_versions_old(start: Start) -> None:
+    run = train(start, "async", *ASYNC, "training.steps=4")
     trains_soundly(run)
     oldest = [metrics["rollout/staleness/max"] for metrics in run.metrics.values()]
     assert oldest[0] == 0 and 1 <= max(oldest) <= 2
