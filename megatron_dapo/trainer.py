@@ -32,6 +32,7 @@ from megatron_dapo.evaluation.evaluate import evaluation_metrics
 from megatron_dapo.evaluation.set_report import report_set, reports_json
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
 from megatron_dapo.observability.sinks import Sinks
+from megatron_dapo.observability.straggler import Stragglers
 from megatron_dapo.observability.timing import PhaseTimer
 from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.collectives import broadcast_tensors
@@ -70,6 +71,7 @@ class Trainer:
     sinks: Sinks | None
     skipped: SkippedUpdates
     watchdog: Watchdog
+    stragglers: Stragglers = field(default_factory=Stragglers, init=False)
     checkpoints: CheckpointKeeper
     start_from: Path | None
     """Verified checkpoint that the run goes on from."""
@@ -335,6 +337,9 @@ class Trainer:
         """Merge what all ranks saw (one collective) and write it, on global rank 0."""
         names = {**POLICY_METRICS, **CRITIC_METRICS}
         merged = reduce_bags(bag, names, self.parallel.control_group)
+        timing = timer.values()
+        own = timing["timing_s/old_log_prob"]
+        straggler = self.stragglers.compare(own, self.parallel.control_group)
         if self.sinks is None or rollout is None:
             return
         trained = [
@@ -342,11 +347,11 @@ class Trainer:
             for group in rollout.groups
             for response in group.responses
         ]
-        timing = timer.values()
         seconds = timing["timing_s/step"]
         performance = {
             "perf/total_num_tokens": float(sum(trained)),
             "perf/time_per_step": seconds,
+            "perf/straggler": straggler,
             "perf/throughput": sum(trained) / seconds / self.config.parallel.world_size,
             "training/policy_version": float(self.policy_version),
         }

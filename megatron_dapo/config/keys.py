@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import get_args, get_origin
 
@@ -85,13 +85,20 @@ def nearest_key(unknown: str) -> str | None:
         return FOREIGN_NAMES[leaf]
     same_leaf = [key for key in keys if key.rpartition(".")[2] == leaf]
     if same_leaf:
-        return max(same_leaf, key=lambda key: _likeness(unknown, key))
+        return _in_the_meant_section(unknown.rpartition(".")[0], same_leaf)
     depth = [key for key in keys if key.count(".") == unknown.count(".")]
     close = difflib.get_close_matches(unknown, depth, n=1, cutoff=0.75)
     if close:
         return close[0]
     best = max(keys, key=lambda key: _likeness(leaf, key.rpartition(".")[2]))
     return best if _likeness(leaf, best.rpartition(".")[2]) >= 0.7 else None
+
+
+def _in_the_meant_section(section: str, keys: Sequence[str]) -> str:
+    """Of keys with one name: that whose section is only misspelt, else the first documented one."""
+    nearest = max(keys, key=lambda key: _likeness(section, key.rpartition(".")[0]))
+    misspelt = _likeness(section, nearest.rpartition(".")[0]) >= 0.75
+    return nearest if misspelt else keys[0]
 
 
 def _likeness(a: str, b: str) -> float:

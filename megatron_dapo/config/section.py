@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+)
 
 
 def _absolute(path: Path) -> Path:
@@ -33,3 +41,17 @@ class Section(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_for_a_number(cls, value: object, info: ValidationInfo) -> object:
+        """`true` would be read as 1: a switch where a number belongs is a mistake."""
+        assert info.field_name is not None, "a field is being validated"
+        kind = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and not _takes_bool(kind):
+            raise ValueError(f"must not be {str(value).lower()}")
+        return value
+
+
+def _takes_bool(kind: object) -> bool:
+    return kind is bool or any(map(_takes_bool, get_args(kind)))

@@ -115,3 +115,29 @@ def test_no_secret_reaches_the_saved_files(tmp_path: Path) -> None:
     save_resolved(config, tmp_path)
     for file in tmp_path.iterdir():
         assert secret not in file.read_text(), f"{file.name} holds a secret"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.steps=true",
+        "training.steps=false",
+        "optimizer.lr=true",
+        "seed=true",
+        "parallel.virtual_pipeline=true",
+        "rollout.max_engine_tokens=false",
+        "resharding.probe_tolerance=true",
+    ],
+)
+def test_a_switch_is_no_number(tmp_path: Path, override: str) -> None:
+    key, _, value = override.partition("=")
+    seen = str(value == "true")
+    with pytest.raises(ConfigError, match=rf"{key}={seen}: .*must not be {value}\. \w"):
+        load_config(write_run(tmp_path), [override])
+
+
+@pytest.mark.parametrize("override", ["training.deterministic=false", "logging.wandb=true"])
+def test_a_switch_where_one_belongs_is_read(tmp_path: Path, override: str) -> None:
+    section, _, name = override.partition("=")[0].partition(".")
+    config = load_config(write_run(tmp_path), [override])
+    assert getattr(getattr(config, section), name) is override.endswith("true")

@@ -24,7 +24,8 @@ from megatron_dapo.observability.watchdog import Watchdog
 logging.basicConfig(level=logging.INFO)
 rank, still_from = int(sys.argv[1]), int(sys.argv[2])
 watchdog = Watchdog(Path(sys.argv[3]), rank, 3, float(sys.argv[4]))
-watchdog.start((lambda: int(time.monotonic() * 20)) if sys.argv[5] == "receives" and rank == 0 else None)
+receives = sys.argv[5] == "receives" and rank == 0
+watchdog.start((lambda: int(time.monotonic() * 20)) if receives else None)
 def wait_in_a_collective():
     time.sleep(600)
 for step in range(1, 400):
