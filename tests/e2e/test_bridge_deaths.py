@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
+from megatron_dapo.observability.run_files import read_metrics
 from megatron_dapo.resharding.bridge import Bridge
-from megatron_dapo.rollout.engine import EngineError
 from megatron_dapo.rollout.engine_http import EngineHttp
+from megatron_dapo.rollout.member_sampler import EnginesLost
 from megatron_dapo.trainer import Trainer
 from tests.e2e import sabotage
 from tests.e2e.processes import RunningTrain, start_train
@@ -61,70 +61,50 @@ def killed(moment: str) -> Iterator[None]:
         EngineHttp.send, Bridge.send = http, bridge  # type: ignore[method-assign]
 
 
-def broken_update(trainer: Trainer, moment: str) -> str:
-    """New weights for engines that are killed on the way; what stopped the update. Collective."""
+def update_through(trainer: Trainer, moment: str) -> None:
+    """New weights for an engine that is killed on the way. Collective."""
     trainer.policy_version = sabotage.FIRST_TRAINED
     change_weights(trainer, 1.001)
-    try:
-        if trainer.parallel.rank == 0:
-            with killed(moment):
-                trainer.sync_weights()
-        else:
+    if trainer.parallel.rank == 0:
+        with killed(moment):
             trainer.sync_weights()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def bring_back(trainer: Trainer) -> None:
-    """A fresh engine with the current weights, proven before it serves. Collective."""
-    bridge, version = trainer.bridge, trainer.policy_version
-    dist.barrier()
-    bridge.rejoin(0)
-    if trainer.rollouts is not None:
-        trainer.rollouts.restart(0, bridge.init_info(0), bridge.payload(), version)
-    dist.barrier()  # a start of vLLM takes longer than a transfer may
-    bridge.send(version, [0])
-    expected = bridge.expected_digests()
-    if trainer.rollouts is not None:
-        trainer.rollouts.finish_update(expected)
-        trainer.rollouts.let_requests_in()
+    else:
+        trainer.sync_weights()
 
 
 def die_and_return(rank: int, world: int, scene: Scene, transport: tuple[str, ...]) -> None:
-    layout = ("parallel.pipeline=2", "resharding.probe_tokens=0")
+    layout = ("parallel.pipeline=2", "resharding.probe_tokens=0", "rollout.max_restarts=9")
     with opened_trainer(rank, world, scene, *layout, *transport) as trainer:
         trainer.sync_weights()
         expected = record_expected(trainer)
-        for moment in MOMENTS:
-            if moment == RECEIVING and trainer.bridge.transport == "files":
-                continue  # over before the trainers have anything to do
-            stopped_by = broken_update(trainer, moment)
-            if rank == 0:
-                check_no_token(trainer, moment, stopped_by)
-            bring_back(trainer)
+        for restarts, moment in enumerate(moments(trainer.bridge.transport), start=1):
+            update_through(trainer, moment)
+            if moment == "after /resume":  # it is lost once the update is over
+                lose_and_bring_back(trainer)
             current = trainer.config.run_dir / "current"
             export(trainer, current)
             if rank == 0:
                 assert trainer.rollouts is not None
-                (server,) = trainer.rollouts._fleet._servers
-                check_engine(trainer, server.endpoint, expected[-1], current, 1)
+                (replica,) = trainer.rollouts._fleet._replicas
+                assert replica.restarts == restarts, moment
+                assert replica.server is not None
+                check_engine(trainer, replica.server.endpoint, expected[-1], current, 1)
                 step = trainer.rollouts.collect(1, trainer.policy_version)
                 responses = [r for group in step.generated for r in group.responses]
                 assert {r.version_spans for r in responses} == {((0, 1),)}
 
 
-def check_no_token(trainer: Trainer, moment: str, stopped_by: str) -> None:
-    """On rank 0: the update has failed, or the next request does; the engine is named."""
-    assert trainer.rollouts is not None
-    said = [stopped_by]
-    if trainer.rollouts._fleet._update is not None:  # sending failed before it could end
-        with pytest.raises(EngineError) as caught:
-            trainer.rollouts.finish_update(None)
-        said.append(str(caught.value))
-    assert moment == "after /resume" or re.search(r"engine 0", " ".join(said)), said
-    with pytest.raises(EngineError, match="rollout engine 0"):
-        trainer.rollouts.collect(1, trainer.policy_version)
+def moments(transport: str) -> list[str]:
+    """Over files, receiving is over before the trainers have anything to do."""
+    return [moment for moment in MOMENTS if (moment, transport) != (RECEIVING, "files")]
+
+
+def lose_and_bring_back(trainer: Trainer) -> None:
+    """As the trainer does once its sampling finds no engine left. Collective."""
+    if trainer.rollouts is not None:
+        with pytest.raises(EnginesLost, match="rollout engine 0"):
+            trainer.rollouts.collect(1, trainer.policy_version)
+    trainer.weights.bring_back()
 
 
 @pytest.mark.parametrize("transport", [GLOO, ()], ids=["gloo", "files"])
@@ -160,11 +140,6 @@ def wait_for_the_end(run: RunningTrain) -> float:
     [
         ("flip a bit", (), r"rollout engine 0 .*does not hold .*: model\.\S+ on rank 0 has"),
         ("lose a file", (), r"bucket \d+ of trainer rank 1 is missing: there is no from_1_to_0"),
-        ("kill before /start_weight_update", (), "rollout engine 0"),
-        ("kill while receiving", GLOO, "engine 0"),
-        ("kill before /finish_weight_update", (), "rollout engine 0"),
-        ("kill before /resume", (), "rollout engine 0"),
-        ("kill after /resume", (), "rollout engine 0"),
     ],
 )
 def test_a_run_whose_update_breaks_stops_and_leaves_nothing(
@@ -185,3 +160,35 @@ def test_a_run_whose_update_breaks_stops_and_leaves_nothing(
     assert seconds < LONGEST_END_SECONDS
     assert run.responses_graded() == RESPONSES_OF_A_STEP  # of proven weights, and none after
     assert not (run.folder / "hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "transport"),
+    [
+        ("kill before /start_weight_update", ()),
+        ("kill while receiving", GLOO),
+        ("kill before /finish_weight_update", ()),
+        ("kill before /resume", ()),
+        ("kill after /resume", ()),
+    ],
+)
+def test_a_run_whose_engine_dies_inside_an_update_ends_with_all_its_steps(
+    start: Start, tmp_path: Path, fault: str, transport: tuple[str, ...]
+) -> None:
+    settings = ("parallel.pipeline=2", "sampling.dynamic=false", *transport)
+    name = "goes_on_" + re.sub(r"\W", "_", fault)
+    environment = sabotage.sabotaged(fault, tmp_path / "first")
+    run = start_train(start, name, *settings, environment=environment)
+    try:
+        while run.process.poll() is None:
+            run.note_files()
+            time.sleep(0.2)
+        output = run.output()
+        assert run.process.returncode == 0, output
+        run.wait_until_gone()
+    finally:
+        run.close()
+    metrics = read_metrics(run.metrics_file)
+    assert [metrics[step]["training/policy_version"] for step in (1, 2)] == [1, 2]
+    assert sum(record["engine/restarts"] for record in metrics.values()) == 1
+    assert run.responses_graded() == 2 * RESPONSES_OF_A_STEP

@@ -83,7 +83,7 @@ def watched(victims: Victims) -> Iterator[None]:
         victims.look("after", path)
         return answer
 
-    EngineHttp.send = looking  # type: ignore[method-assign]
+    EngineHttp.send = looking  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
@@ -116,7 +116,7 @@ def lose_engines(
             collected.append(collect(step, version))
             return collected[-1]
 
-        trainer.rollouts.collect = keep  # type: ignore[method-assign]
+        trainer.rollouts.collect = keep  # type: ignore[assignment,method-assign]
         trainer.sync_weights()
         for step, moment in enumerate(moments, start=1):
             restarts = sum(replica.restarts for replica in fleet._replicas)

@@ -30,7 +30,7 @@ from megatron_dapo.config import load_config
 from megatron_dapo.parallel.launch_env import LaunchEnv
 from megatron_dapo.resharding.digest import as_hex, parameter_digest
 from megatron_dapo.resharding.transfer import export_stream
-from megatron_dapo.rollout.vllm_engine import _request_body
+from megatron_dapo.rollout.generate_route import request_body
 from megatron_dapo.rollout.vllm_server import VllmServer
 from megatron_dapo.session import open_trainer
 from megatron_dapo.trainer import Trainer
@@ -157,7 +157,7 @@ def answers(endpoint: str) -> bool:
     """Whether the engine samples for anybody now; one that is paused does not."""
     asked = request((5, 6, 7), 10_000 + next(_questions), max_tokens=2, stop_token_ids=())
     try:
-        body = _request_body(asked)
+        body = request_body(asked)
         found = ask_engine(endpoint, "POST", "/inference/v1/generate", body, seconds=PAUSED_SECONDS)
     except httpx.TransportError:
         return False
