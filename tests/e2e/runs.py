@@ -25,6 +25,9 @@ from tests.tiny_models import save_tiny_model
 VOCABULARY = 512
 PROMPTS = 40
 LONGEST_RUN_SECONDS = 480
+CANARY = "hunter2canary"
+SECRETS = {name: f"{CANARY}{name}" for name in ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD")}
+"""In the environment of every run; no file of it and no message may show any."""
 SECTIONS: dict[str, dict[str, object]] = {
     "data": {"prompt_format": "plain", "max_prompt_tokens": 16},
     "training": {"steps": 2, "responses_per_update": 8, "tokens_per_micro_batch": 128},
@@ -113,8 +116,8 @@ def command_line(*arguments: object) -> list[str]:
 
 
 def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The reward plug-in lies in this repository; everything else is the caller's."""
-    return os.environ | {"PYTHONPATH": str(REPOSITORY)} | (extra or {})
+    """The reward plug-in lies in this repository; a user's secrets; the rest is the caller's."""
+    return os.environ | {"PYTHONPATH": str(REPOSITORY)} | SECRETS | (extra or {})
 
 
 def command(*arguments: object) -> Finished:

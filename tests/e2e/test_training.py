@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dapo.observability.run_files import METRICS_FILE
 from tests.e2e.conftest import SharedEngine, TrainingRuns
-from tests.e2e.runs import Run, train
+from tests.e2e.runs import CANARY, Run, train
 
 pytestmark = pytest.mark.timeout(1500)  # a test that needs several runs waits for all of them
 ENGINE_GAP = 1e-3
@@ -78,6 +78,13 @@ def test_a_run_leaves_what_people_look_for(run: Run) -> None:
     for name in ("config.resolved.yaml", "versions.json", "samples.jsonl", "report.html"):
         assert (run.folder / name).stat().st_size > 0
     assert (run.folder / "checkpoints" / "latest").read_text() == (f"step_{max(run.metrics):08d}\n")
+
+
+def test_no_secret_of_the_environment_is_written_anywhere(run: Run) -> None:
+    assert CANARY not in run.finished.output
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
 
 
 def test_held_out_prompts_are_evaluated_before_between_and_after_the_steps(
