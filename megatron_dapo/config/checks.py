@@ -227,6 +227,12 @@ def rollout_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         )
     if len(set(rollout.endpoints)) != len(rollout.endpoints):
         yield "rollout.endpoints: one is given twice; each must be a server of its own."
+    if rollout.heartbeat_timeout_seconds < 2 * rollout.heartbeat_seconds:
+        yield (
+            f"rollout.heartbeat_timeout_seconds={rollout.heartbeat_timeout_seconds:g}: must be at "
+            f"least twice rollout.heartbeat_seconds={rollout.heartbeat_seconds:g}, or engines are "
+            "taken for dead between two questions. Raise it."
+        )
     yield from endpoint_problems(config)
 
 

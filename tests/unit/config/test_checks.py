@@ -136,6 +136,11 @@ BROKEN: list[tuple[str, Sections, Mapping[str, object]]] = [
     ("loss.mismatch_low=0.0 and", {"loss": {"mismatch": "icepop", "mismatch_high": 0.5}}, DENSE),
     ("rollout.engine_tensor=3", {"rollout": {"engine_tensor": 3}}, DENSE),
     ("rollout.engines=1", {"rollout": {"endpoints": ["unix:/a", "unix:/b"]}}, DENSE),
+    (
+        "rollout.heartbeat_timeout_seconds=8",
+        {"rollout": {"heartbeat_timeout_seconds": 8.0}},
+        DENSE,
+    ),
     ("given twice", {"rollout": {"endpoints": ["unix:/a"] * 2, "engines": 2}}, DENSE),
     ("'http://10.0.0.7:8000'", {"rollout": {"endpoints": ["http://10.0.0.7:8000"]}}, DENSE),
     ("'http://0.0.0.0:8000'", {"rollout": {"endpoints": ["http://0.0.0.0:8000"]}}, DENSE),
