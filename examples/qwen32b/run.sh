@@ -39,7 +39,7 @@ if [[ ${1:-} == *.y?(a)ml ]]; then
 fi
 attempt=${SLURM_RESTART_COUNT:-0}
 overrides=("$@")
-trainer_pid="" engine_pid="" token_file="" stopping=""
+trainer_pid="" engine_pid="" token_file="" stopping="" step_code=""
 
 say() { echo "run.sh: $*"; }
 refuse() {
@@ -112,6 +112,7 @@ preflight() {
 
 # ---- signals: time runs out (USR1) or the job is pre-empted (TERM)
 forward() {
+  [[ -z $step_code ]] || return 0 # the trainers have ended: it comes of being queued again
   stopping=$1
   say "received $1: asking the trainer to save and stop"
   [[ -z $trainer_pid ]] || remind &
@@ -258,8 +259,7 @@ say "attempt $attempt of job $SLURM_JOB_ID on $NODES nodes; logs in $LOGS"
 start_engines
 start_trainer
 [[ -z $stopping ]] || forward "$stopping" # a signal that came before there was a trainer
-step_code=0
-wait_for "$trainer_pid" || step_code=$?
+wait_for "$trainer_pid" && step_code=0 || step_code=$?
 stop_engines
 code=$(run_code)
 [[ $code != 0 || $step_code == 0 ]] || code=$EXIT_CRASH # a rank that never wrote its code
