@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -95,6 +96,18 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", unk_token="<unk>"
     )
+
+
+def depends_on_training(name: str) -> bool:
+    """A metric of neither the clock, nor what an update moved, nor which surplus was under way."""
+    clock = ("timing_s/", "perf/", "weight_sync/", "engine/")
+    under_way = ("filter/discarded", "filter/put_back", "rollout/tokens_")
+    return not name.startswith((*clock, *under_way)) and "seconds" not in name
+
+
+def same_number(one: float, other: float) -> bool:
+    """Equal to the last bit, or both NaN."""
+    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ import pytest
 
 from megatron_dapo.observability.run_files import read_metrics
 from tests.e2e.processes import RunningTrain, start_train
-from tests.e2e.runs import Start, make_start, train
+from tests.e2e.runs import Start, depends_on_training, make_start, same_number, train
 
 pytestmark = pytest.mark.timeout(900)
 LONGEST_EXIT_SECONDS = 60.0
@@ -172,22 +171,13 @@ def test_a_run_that_is_stopped_in_every_phase_ends_as_one_that_never_was(
         same = {k: v for k, v in record.items() if depends_on_training(k)}
         resumed = {k: v for k, v in again.records[step].items() if depends_on_training(k)}
         assert resumed.keys() == same.keys(), f"step {step}"
-        different = {k for k, v in same.items() if not equal(v, resumed[k])}
+        different = {k for k, v in same.items() if not same_number(v, resumed[k])}
         assert not different, f"step {step}: {sorted(different)}"
 
 
 def newest_step(folder: Path) -> int:
     found = [int(path.name.removeprefix("step_")) for path in folder.glob("checkpoints/step_*")]
     return max(found, default=0)
-
-
-def depends_on_training(name: str) -> bool:
-    """Not on the clock, nor on what an update happened to move and hold."""
-    return not name.startswith(("timing_s/", "perf/", "weight_sync/"))
-
-
-def equal(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 @SLOW

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 import sys
@@ -18,7 +17,7 @@ from megatron_dapo.observability.run_files import METRICS_FILE, read_metrics
 from megatron_dapo.planning.ports import FIRST_ENGINE_PORT, LAST_ENGINE_PORT
 from tests.conftest import REPOSITORY
 from tests.e2e.rewards import GRADED_FILE
-from tests.e2e.runs import Start, make_start
+from tests.e2e.runs import Start, depends_on_training, make_start, same_number
 from tests.slurm.cluster import Slurm
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(2400)]
@@ -104,8 +103,7 @@ def submit(slurm: Slurm, start: Start, name: str, *overrides: str) -> Job:
 def test_a_preempted_job_is_queued_again_and_ends_as_one_that_never_was(
     slurm: Slurm, start: Start
 ) -> None:
-    """Signalled by USR1 as `scancel -s USR1` does it to every process of all steps, and a second
-    time while it waits for its engines."""
+    """`scancel -s USR1` signals every process of all its steps, those of the engines too."""
     job = submit(slurm, start, "preempted")
     job.wait_for_step(3)
     assert listening(job) == {"127.0.0.3", "127.0.0.4"}, "engines listen at their nodes alone"
@@ -122,7 +120,7 @@ def test_a_preempted_job_is_queued_again_and_ends_as_one_that_never_was(
     assert list(same) == list(resumed) == list(range(STEPS + 1))
     for step, record in same.items():
         for name in sorted(filter(depends_on_training, record.keys() | resumed[step].keys())):
-            assert equal(record[name], resumed[step][name]), f"step {step}: {name}"
+            assert same_number(record[name], resumed[step][name]), f"step {step}: {name}"
     assert (job.run_dir / "hf" / "config.json").exists()
     keep(job.output)
     assert_clean(job)
@@ -183,16 +181,6 @@ def listening(job: Job) -> set[str]:
         if entry.status == psutil.CONN_LISTEN
         and FIRST_ENGINE_PORT <= entry.laddr.port <= LAST_ENGINE_PORT
     }
-
-
-def depends_on_training(name: str) -> bool:
-    return not name.startswith(("timing_s/", "perf/", "weight_sync/", "engine/")) and (
-        "seconds" not in name
-    )
-
-
-def equal(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def assert_clean(job: Job) -> None:
