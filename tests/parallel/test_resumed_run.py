@@ -4,13 +4,18 @@ real checkpoints; tokens come from a rule instead of an engine."""
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import random
+import signal
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from pydantic import JsonValue
@@ -29,6 +34,7 @@ from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
 from megatron_dapo.trainer import Trainer
 from megatron_dapo.types import Group, Prompt, Response, Reward
+from tests.parallel.crash_points import fork_and_run
 from tests.parallel.policy_cases import build_policy
 from tests.ranks import run_ranks
 from tests.tiny_models import tiny_model
@@ -244,3 +250,40 @@ def _differing(here: Records, there: Records, step: int) -> dict[str, tuple[obje
 
 def test_ten_steps_and_ten_more_are_twenty_to_the_last_bit(tmp_path: Path) -> None:
     run_ranks(1, _halves_are_the_whole, tmp_path)
+
+
+def _live(run_dir: Path, mode: str, weights: Path) -> None:
+    """One process life of a run, in a forked process; its weights where it comes to the end."""
+    logging.disable()
+    store = run_dir.with_suffix(".store")
+    store.unlink(missing_ok=True)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    _, end = train(config_of(run_dir, MODES[mode]), Records())
+    torch.save(end, weights)
+
+
+@pytest.mark.parametrize(
+    "kills", [2, pytest.param(30, marks=[pytest.mark.faults, pytest.mark.slow])]
+)
+def test_a_run_killed_at_any_time_ends_with_the_same_weights(tmp_path: Path, kills: int) -> None:
+    mode, chance, cut_short = "carried groups", random.Random(11), 0
+    wanted = tmp_path / "wanted.pt"
+    started = time.monotonic()
+    assert fork_and_run(lambda: _live(tmp_path / "straight", mode, wanted))() == 0
+    seconds = time.monotonic() - started
+    for number in range(kills):
+        run_dir, weights = tmp_path / f"run{number}", tmp_path / f"run{number}.pt"
+        child = os.fork()
+        if child == 0:
+            try:
+                _live(run_dir, mode, weights)
+            finally:
+                os._exit(0)
+        time.sleep(chance.uniform(0.2, seconds))
+        os.kill(child, signal.SIGKILL)
+        cut_short += os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert fork_and_run(lambda r=run_dir, w=weights: _live(r, mode, w))() == 0
+        assert torch.equal(torch.load(weights), torch.load(wanted)), number
+        left = [path.name for path in (run_dir / CHECKPOINTS).glob(".*")]
+        assert left == [], number
+    assert cut_short >= kills / 2
