@@ -209,8 +209,9 @@ class EngineFleet:
     def abandon_update(self) -> list[int]:
         """Instead of the second half, when the weights could not be sent.
 
-        The engines that were to take them hold perhaps half and are replaced. Returns those
-        among them that are lost: because of them the sending failed.
+        The engines that were to take them hold perhaps half. Returns those among them that are
+        lost: because of them the sending failed, and the others are replaced, too. [] when none
+        is: then none of them is used any more.
         """
         return self.run(self._abandon(self._opened()))
 
@@ -323,8 +324,12 @@ class EngineFleet:
         )
         self._update = None
         lost = [index for index, engine in update.engines.items() if engine.lost]
+        reason = "the weights that it was to take were not all sent"
         for index in update.engines.keys() - set(lost):
-            self._replicas[index].replace("the weights that it was to take were not all sent")
+            if lost:
+                self._replicas[index].replace(reason)
+            else:
+                update.engines[index].give_up(reason)
         return lost
 
     async def _let_requests_in(self) -> None:

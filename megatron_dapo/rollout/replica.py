@@ -107,12 +107,16 @@ class Replica:
     async def _keep(self) -> None:
         """Watch, replace, watch: until there are no restarts left."""
         while True:
-            reason = await self._until_gone()
             try:
-                self._engine = await self._replace(reason)
+                self._engine = await self._replace(await self._until_gone())
                 self.restarts += 1
             except EngineError as error:
                 self.failure = error
+                return
+            except (RuntimeError, OSError) as error:
+                self.failure = EngineError(
+                    f"rollout engine {self.index} is lost and cannot be replaced: {error!r}"
+                )
                 return
             finally:
                 self._replaced()

@@ -352,6 +352,17 @@ def test_weights_that_could_not_be_sent_leave_engines_to_be_replaced(pair: Pair)
     assert [replica._budget.spent for replica in pair.fleet._replicas] == [0, 1]
 
 
+def test_weights_that_no_engine_was_lost_over_leave_engines_unused(pair: Pair) -> None:
+    pair.update(3)
+    pair.servers[0].errors["/update_weights"] = 500
+    pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
+    assert pair.fleet.abandon_update() == []
+    for index in range(2):
+        with pytest.raises(EngineError, match="restart the engine"):
+            pair.generate(index)
+    assert [pair.engine(index).usable for index in range(2)] == [False, False]
+
+
 def test_an_engine_that_is_gone_between_the_halves_is_left_out_of_the_second(pair: Pair) -> None:
     pair.update(3)
     pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
