@@ -218,12 +218,13 @@ show_first_failure() {
 }
 
 requeue() {
-  if scontrol show job "$SLURM_JOB_ID" --oneliner | grep -q JobState=CANCELLED; then
-    say "the job was cancelled: not queued again"
+  # A job that SLURM is ending (cancelled, queued again, out of time) is COMPLETING by now.
+  if [[ $(scontrol show job "$SLURM_JOB_ID" --oneliner) != *JobState=RUNNING* ]]; then
+    say "SLURM is ending this job by itself: not queued again from here"
     return
   fi
   say "queued again (restart $((attempt + 1)))"
-  scontrol requeue "$SLURM_JOB_ID" || say "it is queued again already" # pre-empted by SLURM
+  scontrol requeue "$SLURM_JOB_ID" || say "SLURM did not queue it again"
 }
 
 finish() { # CODE: what becomes of the job

@@ -46,6 +46,8 @@ class StopRequest:
         self._leaving = False
         self._interrupt: Callable[[], None] | None = None
         self._store: dist.Store | None = None
+        self._ear: socket.socket | None = None
+        """Kept open: later signals are still written to its other end."""
         self._thread: threading.Thread | None = None
         self._world_size = 1
 
@@ -54,6 +56,7 @@ class StopRequest:
         ear, mouth = socket.socketpair()
         mouth.setblocking(False)
         ear.settimeout(POLL_SECONDS)
+        self._ear = ear
         signal.set_wakeup_fd(mouth.detach(), warn_on_full_buffer=False)
         for number in SIGNALS:
             signal.signal(number, self._leave)

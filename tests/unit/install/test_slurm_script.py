@@ -148,9 +148,9 @@ def test_engines_get_nodes_of_their_own_and_the_trainers_their_addresses(cluster
 
 
 def test_a_cancelled_job_is_not_queued_again(cluster: Cluster) -> None:
-    code, output = cluster.run("75 75 75 75", JOB_STATE="CANCELLED")
+    code, output = cluster.run("75 75 75 75", JOB_STATE="COMPLETING")
     assert (code, cluster.requeued()) == (75, 0)
-    assert "the job was cancelled: not queued again" in output
+    assert "SLURM is ending this job by itself: not queued again" in output
 
 
 def test_the_configuration_may_be_the_first_argument(cluster: Cluster) -> None:

@@ -54,6 +54,6 @@ def test_work_that_is_cancelled_by_others_is_not_called_interrupted(loop: EventL
     async def cancelled() -> None:
         raise asyncio.CancelledError
 
-    with pytest.raises(BaseException) as raised:  # noqa: PT011 - CancelledError is no Exception
+    with pytest.raises(BaseException) as raised:
         loop.run_interruptible(cancelled())
     assert not isinstance(raised.value, Interrupted)
