@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,8 +12,10 @@ import pytest
 import torch.distributed as dist
 from pydantic import JsonValue
 
+from megatron_dapo.checkpoint.state import Restored
 from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.stop import StopRequest
+from megatron_dapo.policy.trained_model import SkippedUpdates
 from megatron_dapo.trainer import Trainer, steps_to_run
 from tests.unit.config.runs import make_config
 from tests.unit.handed import Case, handed_cases
@@ -207,3 +210,57 @@ def test_the_last_step_is_evaluated_before_the_run_is_finished(alone: Alone) -> 
     again = diary(alone, every=0, start=STEPS, owes=True)
     assert again.run()
     assert again.notes == ["sync", f"evaluate {STEPS}", "finish"]
+
+
+@dataclass
+class Kept:
+    """Checkpoints in memory, as JSON carries them."""
+
+    states: dict[int, str] = field(default_factory=dict)
+
+    def save(self, step: int, state: object, *, metrics: object, must_succeed: bool) -> None:
+        self.states[step] = json.dumps(state)
+
+    def restore(self, checkpoint: Path) -> tuple[Restored, bool]:
+        step = int(checkpoint.name)
+        return Restored(step, json.loads(self.states[step]), random_states=True), True
+
+
+@dataclass
+class Position:
+    """Rollouts whose state is one number."""
+
+    at: int
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.at = state["at"]
+
+
+def remembering(kept: Kept, *, at: int, start_from: Path | None) -> Trainer:
+    rest = dict.fromkeys(("hf_config", "parallel", "policy", "critic", "bridge", "sinks"))
+    return Trainer(
+        config=make_config(),
+        rollouts=Position(at),  # type: ignore[arg-type]
+        skipped=SkippedUpdates(3),
+        watchdog=Watchdog(Path(tempfile.mkdtemp()), 0, 1, 0),
+        checkpoints=kept,  # type: ignore[arg-type]
+        start_from=start_from,
+        **rest,  # type: ignore[arg-type]
+    )
+
+
+def test_rollouts_counters_and_what_is_owed_come_back() -> None:
+    kept = Kept()
+    before = remembering(kept, at=17, start_from=None)
+    assert before.resume() == 0
+    before.owed = True
+    before.skipped.in_a_row["actor"] = 2
+    before.save(5)
+    after = remembering(kept, at=0, start_from=Path("5"))
+    assert after.resume() == 5
+    assert (after.rollouts, after.owed) == (Position(17), True)
+    assert after.skipped.in_a_row == {"actor": 2}
+    assert (after.policy_version, after.saved_step) == (5, 5)
