@@ -142,7 +142,7 @@ for _name in REAL_WORLD:
 
 def _place(task: asyncio.Task[Any]) -> str:
     """Task's coroutine, and the innermost of our lines that waits."""
-    coroutine = task.get_coro()
+    coroutine: Any = task.get_coro()
     name = coroutine.__qualname__ if hasattr(coroutine, "__qualname__") else repr(coroutine)
     waiting, line = coroutine, ""
     while hasattr(waiting, "cr_frame") and waiting.cr_frame is not None:

@@ -52,7 +52,7 @@ class Scenario:
     train_seconds_per_token: float = 1e-5
     """Of the whole trainer, old log-probs included."""
     update_seconds: float = 10.0
-    steps: int = 8
+    steps: int = 7
     warm_up_steps: int = 2
     """First steps that the account leaves out: pipelines fill, and keep rates are learnt."""
     seed: int = 0
@@ -119,6 +119,7 @@ class SimulatedFleet:
             for number in range(scenario.engines)
         ]
         self._scenario = scenario
+        self._dead = 0
         self._dispatcher = Dispatcher(self.engines, scenario.slots)
         self._failing = [asyncio.ensure_future(self._fail(one)) for one in scenario.failures]
 
@@ -136,7 +137,7 @@ class SimulatedFleet:
 
     def capacity(self) -> int:
         """Sequences that live engines decode at once."""
-        return sum(engine.slots for engine in self.engines if engine.alive)
+        return self._scenario.slots * (len(self.engines) - self._dead)
 
     def decoded_tokens(self) -> float:
         """Sampled so far, by the engines' own account."""
@@ -156,12 +157,14 @@ class SimulatedFleet:
     async def _fail(self, failure: Failure) -> None:
         await asyncio.sleep(failure.at_seconds)
         engine = self.engines[failure.engine]
-        if failure.kind == "death":
-            engine.die()
-        elif failure.kind == "hang":
+        if failure.kind == "slow":
+            engine.slow_down(4.0)
+            return
+        if failure.kind == "hang":
             await engine.hang(self._scenario.noticed_after_seconds)
         else:
-            engine.slow_down(4.0)
+            engine.die()
+        self._dead += 1
 
 
 @dataclass(frozen=True)
