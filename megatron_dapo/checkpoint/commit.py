@@ -235,5 +235,7 @@ def remove_checkpoint(checkpoint: Path) -> None:
     """Delete a checkpoint, out of sight first: a half-deleted one is never seen as a step."""
     going = _aside(checkpoint.parent, step_of(checkpoint), "removed")
     checkpoint.rename(going)
-    sync_directory(checkpoint.parent)
-    shutil.rmtree(going)
+    try:
+        sync_directory(checkpoint.parent)
+    finally:
+        shutil.rmtree(going)
