@@ -40,6 +40,7 @@ PPO = (
     *("advantage.estimator=gae", "sampling.dynamic=false"),
     *("rollout.prompts_per_step=16", "rollout.group_size=1"),
 )
+EVALUATED = ("evaluation.every=2", "evaluation.max_prompts=40")
 TRAINING_RUNS = {
     "qwen2_tied pp2": ("parallel.pipeline=2",),
     "qwen2_tied pp2 straight": ("parallel.pipeline=2", "training.steps=3"),
@@ -47,7 +48,7 @@ TRAINING_RUNS = {
     "qwen2_tied vpp2": ("parallel.pipeline=2", "parallel.virtual_pipeline=2"),
     "qwen2_tied cp2 kl": ("parallel.context=2", "loss.kl_coef=0.01"),
     "qwen2_tied tp2 ppo": ("parallel.tensor=2", *PPO),
-    "qwen3_moe ep2 dp2": ("parallel.data=2", "parallel.expert=2", "evaluation.every=2"),
+    "qwen3_moe ep2 dp2": ("parallel.data=2", "parallel.expert=2", *EVALUATED),
     "qwen3_moe tp2": ("parallel.tensor=2",),
     "qwen3 tp2": ("parallel.tensor=2",),
     "qwen2 dp2": ("parallel.data=2",),
