@@ -138,11 +138,14 @@ class GroupScheduler:
     async def drain(self) -> None:
         """Wait for everything that was begun; no new prompts are drawn meanwhile.
 
-        With mode=one_step_off this comes before every update of the weights. What goes wrong is
-        told by the next `collect`.
+        With mode=one_step_off this comes before every update of the weights. A step that the loss
+        of all engines halted begins anew after it, whole from the new weights. What else goes
+        wrong is told by the next `collect`.
         """
         if self._ahead is not None:
             await asyncio.wait({self._ahead})
+            if self._ahead_was_halted():
+                await self._abandon_ahead()
         else:
             await self._way.drain()
 
@@ -166,9 +169,8 @@ class GroupScheduler:
             await self.interrupt()
         elif not hurry:
             await self.drain()
-        elif self._ahead is not None and not self._ahead.done():
-            await self.close()
-            self._way.abandon()
+        elif self._ahead is not None and (not self._ahead.done() or self._ahead_was_halted()):
+            await self._abandon_ahead()
 
     def snapshot(self) -> SchedulerState:
         """The state of this moment, between two calls of `collect`, for `state_to_json`.
@@ -223,6 +225,15 @@ class GroupScheduler:
         if ahead is not None and not (ahead.done() and isinstance(ahead.exception(), EnginesLost)):
             return await ahead
         return await self._sampled(step, version)
+
+    def _ahead_was_halted(self) -> bool:
+        ahead = self._ahead
+        return ahead is not None and ahead.done() and isinstance(ahead.exception(), EnginesLost)
+
+    async def _abandon_ahead(self) -> None:
+        """Forget the step that is sampled ahead; its prompts come again."""
+        await self.close()
+        self._way.abandon()
 
     async def _sampled(self, step: int, version: int) -> ReadyStep:
         collected = await self._way.collect(step, version)

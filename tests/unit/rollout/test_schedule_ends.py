@@ -172,6 +172,37 @@ def test_engines_that_are_lost_between_two_steps_stop_the_next_one_only() -> Non
     assert len(simulate(run()).steps[0].groups) == 6
 
 
+@pytest.mark.parametrize("hurry", [False, True])
+def test_a_step_that_was_halted_ahead_is_whole_from_the_new_weights_and_can_be_saved(
+    hurry: bool,
+) -> None:
+    async def run() -> tuple[Run, Run]:
+        first = Run(World(target=6, slots=4), ONE_STEP_OFF)
+        await first.scheduler.collect(1, 0)
+        taken = first.order.taken
+        await asyncio.sleep(45)
+        assert taken < first.order.taken
+        for engine in first.engines:
+            engine.die()
+        await asyncio.sleep(1)
+        if not hurry:
+            await first.scheduler.drain()
+        await first.scheduler.settle(hurry=hurry)
+        state = {"taken": first.order.taken, "sampling": first.scheduler.state_dict()}
+        second = Run(World(target=6, slots=4), ONE_STEP_OFF, json.loads(json.dumps(state)))
+        for one in (first, second):
+            one.replace_engines()
+            await one.update(1)
+            assert one.order.taken == taken
+            one.steps.append(await one.scheduler.collect(2, 1))
+            await one.scheduler.close()
+        return first, second
+
+    for done in simulate(run()):
+        assert {response.policy_version for response in done.responses} == {1}
+        assert len(done.steps[0].groups) == 6
+
+
 @pytest.mark.parametrize("sections", ALL, ids=str)
 def test_graders_that_fail_too_often_stop_the_run(sections: Sections) -> None:
     async def failing(prompt: Prompt, response: Response) -> tuple[Response, Reward]:
