@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_dapo import device
 from megatron_dapo.checkpoint.header import Score
+from megatron_dapo.checkpoint.retention import score_of
 from megatron_dapo.checkpoint.run_lock import RunLock
 from megatron_dapo.checkpoint.save import CheckpointError, StagedSave, write_save
 from megatron_dapo.checkpoint.state import (
@@ -180,10 +181,9 @@ class CheckpointKeeper:
         return self._writers[0]
 
     def _score(self, metrics: Mapping[str, float]) -> Score | None:
-        name = self.settings.keep_best
-        if name is None or name not in metrics:
+        if self.settings.keep_best is None or self.parallel.rank > 0:
             return None
-        return Score(name, metrics[name])
+        return score_of(metrics, self.settings.keep_best)
 
     def _note_failure(self, running: _BackgroundSave, must_succeed: bool) -> None:
         self.failures += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from megatron_dapo.checkpoint.commit import (
     remove_checkpoint,
     step_folder,
 )
-from megatron_dapo.checkpoint.header import read_header
+from megatron_dapo.checkpoint.header import Score, read_header
 from megatron_dapo.config.checkpoint import CheckpointConfig
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,16 @@ def steps_to_remove(
         sign = 1 if settings.keep_best_is == "highest" else -1
         kept.add(max(scores, key=lambda step: (sign * scores[step], step)))
     return [step for step in sorted(complete_steps) if step not in kept]
+
+
+def score_of(metrics: Mapping[str, float], name: str) -> Score | None:
+    """What `keep_best` compares of a step: None without the metric, or where it is not finite."""
+    value = metrics.get(name)
+    if value is not None and math.isfinite(value):
+        return Score(name, value)
+    seen = "does not have it" if value is None else f"has {value}"
+    logger.info("checkpoint.keep_best=%s: the step that is saved %s; not compared", name, seen)
+    return None
 
 
 def remove_old(folder: Path, settings: CheckpointConfig) -> None:

@@ -15,10 +15,15 @@ def replay_dump(folder: Path) -> int:
     Raises:
         ConfigError: `folder` is no dump.
     """
-    if not (folder / RESOLVED_FILE).is_file():
+    resolved = folder / RESOLVED_FILE
+    missing = [] if resolved.is_file() else [RESOLVED_FILE]
+    world_size = 1 if missing else load_config(resolved).parallel.world_size
+    files = [f"rank_{rank}.pt" for rank in range(world_size)]
+    missing += [name for name in files if not (folder / name).is_file()]
+    if missing:
         raise ConfigError(
-            f"DUMP={folder}: holds no {RESOLVED_FILE}. Give the folder RUN_DIR/dumps/step_N that a "
-            "run wrote when training.stop_after_skipped stopped it"
+            f"DUMP={folder}: holds no {', '.join(missing[:3])}. Give the folder "
+            "RUN_DIR/dumps/step_N, whole, that a run wrote when training.stop_after_skipped "
+            "stopped it"
         )
-    world_size = load_config(folder / RESOLVED_FILE).parallel.world_size
     return launch_ranks(["-m", "megatron_dapo.replay", str(folder)], world_size, folder / "logs")

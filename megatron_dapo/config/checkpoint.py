@@ -18,7 +18,7 @@ class CheckpointConfig(Section):
     """Newest checkpoints kept; an old one goes only after a new one is complete."""
     keep_every: int = Field(default=0, ge=0)
     """Steps that are multiples of it are kept for good, beside the newest. 0: none."""
-    keep_best: str | None = None
+    keep_best: str | None = Field(default=None, min_length=1)
     """Metric, such as val-core/aime/acc/mean@32, whose best checkpoint is kept too. Only a step
     that has it when it is saved is compared."""
     keep_best_is: Literal["highest", "lowest"] = "highest"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from megatron_dapo.config.endpoint_checks import endpoint_problems
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.evaluation_checks import (
+    best_problems,
     evaluation_problems,
     prompt_file_problems,
     temperature_problems,
@@ -44,6 +45,7 @@ def check_config(config: RunConfig, hf_config: Mapping[str, object]) -> None:
         *sampling_problems(config),
         *scheduling_problems(config),
         *evaluation_problems(config),
+        *best_problems(config),
         *reward_problems(config),
         *advantage_problems(config),
         *loss_problems(config.loss),

@@ -36,6 +36,21 @@ def evaluation_problems(config: RunConfig, *, in_loop: bool = True) -> Iterator[
             yield from _greedy_problem(config, heldout)
 
 
+def best_problems(config: RunConfig) -> Iterator[str]:
+    """A held-out metric that no step of this run will have."""
+    best, sets = config.checkpoint.keep_best, config.evaluation.sets
+    if best is None or not best.startswith(("val-core/", "val-aux/")):
+        return
+    key = f"checkpoint.keep_best={best}"
+    if config.evaluation.every == 0 or not heldout_paths(config):
+        yield (
+            f"{key}: nothing is evaluated inside the loop, so no step has it. Set evaluation.every "
+            "and data.heldout or evaluation.sets, or leave it out."
+        )
+    elif config.data.heldout is None and best.split("/")[1] not in sets:
+        yield f"{key}: names none of evaluation.sets, {', '.join(sets)}. Name one of them."
+
+
 def temperature_problems(key: str, temperature: float) -> Iterator[str]:
     """A temperature that vLLM would replace by another."""
     if 0 < temperature < LEAST_TEMPERATURE:

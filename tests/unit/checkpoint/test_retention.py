@@ -9,7 +9,7 @@ import pytest
 from megatron_dapo.checkpoint.commit import commit, list_steps, unfinished_folder
 from megatron_dapo.checkpoint.durable_files import list_files, record_files
 from megatron_dapo.checkpoint.header import HEADER_FILE, Header, Score
-from megatron_dapo.checkpoint.retention import remove_old, steps_to_remove
+from megatron_dapo.checkpoint.retention import remove_old, score_of, steps_to_remove
 from megatron_dapo.config.checkpoint import CheckpointConfig
 
 STEPS = [5, 10, 15, 20, 25, 30]
@@ -55,6 +55,23 @@ def test_the_best_by_what_was_measured_when_it_was_saved_stays(tmp_path: Path) -
     assert list_steps(tmp_path) == [20, 40]
     remove_old(tmp_path, CheckpointConfig(keep=1, keep_best="another metric"))
     assert list_steps(tmp_path) == [40]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({}, "does not have it"),
+        ({METRIC: float("nan")}, "has nan"),
+        ({METRIC: float("inf")}, "inf"),
+    ],
+)
+def test_a_step_without_a_finite_value_is_not_compared_and_says_so(
+    metrics: dict[str, float], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert score_of(metrics, METRIC) is None
+    assert said in caplog.text
+    assert score_of({METRIC: 0.5}, METRIC) == Score(METRIC, 0.5)
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megatron_dapo.config import ConfigError, check_config, load_config
-from megatron_dapo.config.evaluation_checks import evaluation_problems
+from megatron_dapo.config.evaluation_checks import best_problems, evaluation_problems
 from megatron_dapo.config.keys import documented_as, documented_keys
 from megatron_dapo.config.load import save_resolved
 from tests.unit.config.runs import DENSE, make_config, write_run
@@ -112,3 +112,31 @@ def test_how_a_set_is_sampled_does_not_matter_to_a_run_that_never_evaluates() ->
     assert list(evaluation_problems(config)) == []
     (problem,) = evaluation_problems(config, in_loop=False)
     assert problem.startswith("evaluation.samples_per_prompt=32: at evaluation.temperature=0")
+
+
+SETS: dict[str, object] = {"sets": {"aime": {"path": "a.jsonl"}}}
+
+
+@pytest.mark.parametrize(
+    ("best", "evaluation", "message"),
+    [
+        ("val-core/aime/acc/mean@32", {}, "nothing is evaluated inside the loop"),
+        ("val-core/aime/acc/mean@32", SETS | {"every": 0}, "nothing is evaluated"),
+        ("val-core/amie/acc/mean@32", SETS, "names none of evaluation.sets, aime"),
+        ("val-aux", SETS, ""),
+        ("val-core/aime/acc/mean@32", SETS, ""),
+        ("critic/score/mean", {}, ""),
+    ],
+)
+def test_a_best_checkpoint_needs_a_set_that_is_evaluated(
+    best: str, evaluation: dict[str, object], message: str
+) -> None:
+    config = make_config(checkpoint={"keep_best": best}, evaluation=evaluation)
+    found = list(best_problems(config))
+    assert len(found) == bool(message)
+    assert all(message in problem for problem in found)
+
+
+def test_a_best_checkpoint_of_rows_that_name_their_set_is_taken() -> None:
+    kept = {"keep_best": "val-core/any/acc/mean@32"}
+    assert list(best_problems(make_config(checkpoint=kept, data={"heldout": "h.jsonl"}))) == []
