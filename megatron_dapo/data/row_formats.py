@@ -25,7 +25,7 @@ class Columns:
     answer: str | None
     """Text or number; None: answers are not read."""
     index: str | None = INDEX_COLUMNS[0]
-    """Name of the row; None: rows have none."""
+    """Name of the row, where it has one; None: not read."""
 
 
 DAPO = Columns("prompt", "reward_model.ground_truth")
@@ -60,7 +60,8 @@ def find_columns(rows: Iterable[object], *, prompt: str | None, answer: str | No
         for known in KNOWN_COLUMNS:
             wanted = Columns(prompt or known.prompt, answer or known.answer)
             if holds(row, wanted.prompt) and holds(row, wanted.answer or ""):
-                index = next((name for name in INDEX_COLUMNS if holds(row, name)), None)
+                names = (name for name in INDEX_COLUMNS if holds(row, name))
+                index = next(names, INDEX_COLUMNS[0])  # later rows may have it
                 return Columns(wanted.prompt, wanted.answer, index)
     return Columns(prompt or DAPO.prompt, answer or DAPO.answer)
 

@@ -17,6 +17,7 @@ SHIPPED = sorted(
     path.relative_to(REPOSITORY).as_posix()
     for folder in ("qwen32b", "qwen3_30b_a3b")
     for path in (REPOSITORY / "examples" / folder).rglob("*.yaml")
+    if path.name != "cpu_smoke.yaml"  # starts from what examples/quickstart/prepare.py writes
 )
 LONGEST_SECONDS = 10.0
 

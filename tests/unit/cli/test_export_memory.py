@@ -104,5 +104,6 @@ def test_a_damaged_checkpoint_is_named_and_nothing_is_written(tmp_path: Path) ->
     file.write_bytes(content)
     done, _ = export(tmp_path / "run", tmp_path / "out")
     assert done.returncode == 78
-    assert f"{file} differs from the digest" in done.stderr
+    step = file.parents[1]
+    assert f"{step} is damaged: megatron/{file.name} differs from the digest" in done.stderr
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.tmp").exists()

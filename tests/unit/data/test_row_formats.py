@@ -100,7 +100,7 @@ def test_the_first_row_that_fits_decides() -> None:
         {"question": "P", "answer": "1"},
         {"input": 1, "target": 2},
     ]
-    assert find_columns(rows, prompt=None, answer=None) == Columns("question", "answer", None)
+    assert find_columns(rows, prompt=None, answer=None) == Columns("question", "answer")
     assert find_columns(rows[:2], prompt=None, answer=None) == DAPO
     assert find_columns([], prompt="x", answer=None) == Columns("x", DAPO.answer)
     assert find_prompt_column(rows) == "question"

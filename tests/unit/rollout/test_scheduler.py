@@ -51,8 +51,7 @@ def test_later_rounds_ask_for_what_is_missing() -> None:
     source = Source((0, 50))  # half of the prompts are hopeless
     step = collect([FakeEngine()], source, prompts_per_step=30, group_size=8)
     assert source.asked[0] == 30
-    kept = 15
-    assert source.asked[1] == pytest.approx(2 * (30 - kept), abs=3)
+    assert sum(source.asked) == pytest.approx(2 * 30, abs=12)  # refills, as groups come back
     assert step.metrics["filter/num_gen_batches"] <= 4
 
 
@@ -66,7 +65,8 @@ def test_any_size_of_the_first_round_fills_the_step(first: int) -> None:
 
 def test_surplus_groups_are_dropped_and_counted() -> None:
     sampling = SamplingConfig(prompts_per_round=40)
-    step = collect([FakeEngine()], Source((50,)), sampling=sampling)
+    engine = FakeEngine(seconds=lambda request: 0.1 if request.prompt_token_ids[2] < 8 else 0.0)
+    step = collect([engine], Source((50,)), sampling=sampling)
     assert len(step.groups) == 8
     assert step.counts.surplus == 0
     assert 0 < step.metrics["filter/discarded_valid"] <= step.metrics["filter/put_back"]
