@@ -7,7 +7,8 @@ agreed on first, over the control group, which waits as long as an engine may ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from megatron_dapo import device
 from megatron_dapo.batch.packing import pack_for_rank
 from megatron_dapo.batch.rollout_batch import from_tensors
 from megatron_dapo.config import RunConfig
-from megatron_dapo.parallel.collectives import broadcast_tensors
+from megatron_dapo.parallel.collectives import broadcast_tensors, raise_together
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.stop import on_any_rank
 from megatron_dapo.policy.policy import Policy
@@ -27,6 +28,7 @@ from megatron_dapo.rollout.driver import RolloutDriver
 from megatron_dapo.rollout.event_loop import Interrupted
 from megatron_dapo.rollout.probe import Probe, check_probes, probe_batch
 
+ResultT = TypeVar("ResultT")
 logger = logging.getLogger(__name__)
 
 LEFT_OUT, KNOWN, FRESH = range(3)
@@ -103,40 +105,59 @@ class EngineWeights:
     def _agreed(self, all_engines: bool) -> dict[int, int]:
         """Engines that the next update is for, as global rank 0 sees it: KNOWN or FRESH."""
         places = torch.zeros(self._config.rollout.engines, dtype=torch.int64)
-        if self._rollouts is not None:
+
+        def find(rollouts: RolloutDriver) -> None:
             try:
-                for index, fresh in self._rollouts.to_update(all_engines=all_engines).items():
+                for index, fresh in rollouts.to_update(all_engines=all_engines).items():
                     places[index] = FRESH if fresh else KNOWN
             except Interrupted:
                 logger.warning("asked to stop: no engine is waited for")
+
+        self._by_rank_0(find)
         dist.broadcast(places, 0, group=self._parallel.control_group)
         return {index: place for index, place in enumerate(places.tolist()) if place != LEFT_OUT}
 
     def _update(self, engines: dict[int, int]) -> dict[str, float]:
         """One update of these engines; metrics of it, {} when it came to nothing."""
-        bridge, rollouts = self._bridge, self._rollouts
+        bridge, version = self._bridge, self._version
         for index, place in engines.items():
             if place == FRESH:
                 bridge.rejoin(index)
-        if rollouts is not None:
+
+        def start(rollouts: RolloutDriver) -> None:
             infos = {index: bridge.init_info(index) for index in engines}
-            rollouts.start_update(infos, bridge.payload(), self._version)
+            rollouts.start_update(infos, bridge.payload(), version)
+
+        self._by_rank_0(start)
         everyone = len(engines) == self._config.rollout.engines
         try:
-            bridge.send(self._version, None if everyone else list(engines))
+            bridge.send(version, None if everyone else list(engines))
         except FAILURES as error:  # on all ranks
             self._blame_lost_engines(error)
             return {}
         expected = bridge.expected_digests()
-        agreement = self._check_probes(() if rollouts is None else rollouts.finish_update(expected))
-        if rollouts is None:
+        probes = self._by_rank_0(lambda rollouts: rollouts.finish_update(expected))
+        agreement = self._check_probes(probes or ())
+        if self._rollouts is None:
             return agreement
-        rollouts.let_requests_in()
-        return agreement | sync_metrics(rollouts.update_reports, bridge)
+        self._rollouts.let_requests_in()
+        return agreement | sync_metrics(self._rollouts.update_reports, bridge)
+
+    def _by_rank_0(self, work: Callable[[RolloutDriver], ResultT]) -> ResultT | None:
+        """What `work` does with the engines, on global rank 0; where it fails all ranks raise."""
+        result: ResultT | None = None
+        failure: Exception | None = None
+        if self._rollouts is not None:
+            try:
+                result = work(self._rollouts)
+            except FAILURES as error:
+                failure = error
+        raise_together(failure, self._parallel.control_group)
+        return result
 
     def _blame_lost_engines(self, failure: Exception) -> None:
         """Return when weights could not be sent because an engine was lost; else raise."""
-        lost = [] if self._rollouts is None else self._rollouts.abandon_update()
+        lost = self._by_rank_0(lambda rollouts: rollouts.abandon_update())
         # vLLM's own backends may still be waiting in a thread that nothing ends.
         restartable = not self._config.resharding.transport.startswith("vllm_")
         if not on_any_rank(bool(lost) and restartable, self._parallel.control_group):

@@ -35,7 +35,7 @@ from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.straggler import Stragglers
 from megatron_dapo.observability.timing import PhaseTimer
 from megatron_dapo.observability.watchdog import Watchdog
-from megatron_dapo.parallel.collectives import broadcast_tensors
+from megatron_dapo.parallel.collectives import broadcast_tensors, raise_together
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.stop import SignalsHeld, StopRequest, on_any_rank
 from megatron_dapo.policy.critic import CRITIC_METRICS, Critic
@@ -188,6 +188,7 @@ class Trainer:
         once no engine is left, all ranks help to bring them back, and it goes on."""
         while True:
             found, lost = None, False
+            failure: Exception | None = None
             try:
                 found = None if self.rollouts is None else sample(self.rollouts)
             except Interrupted:
@@ -195,6 +196,9 @@ class Trainer:
             except EngineUnavailable as error:
                 logger.warning("%s", error)
                 lost = True
+            except (RuntimeError, OSError, ValueError) as error:
+                failure = error
+            raise_together(failure, self.parallel.control_group)
             if not on_any_rank(lost, self.parallel.control_group):
                 return found
             self.watchdog.mark()

@@ -28,6 +28,23 @@ def from_rank_0(value: ValueT, group: dist.ProcessGroup) -> ValueT:
     return box[0]
 
 
+def raise_together(failure: Exception | None, group: dist.ProcessGroup) -> None:
+    """End on every rank of `group` what failed on one. Collective: one integer.
+
+    Raises:
+        Exception: `failure` itself, on the rank that has it.
+        RuntimeError: elsewhere, with the number of the first such rank of the group.
+    """
+    mine = dist.get_rank(group)
+    none = dist.get_world_size(group)
+    first = torch.tensor(none if failure is None else mine)
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    if failure is not None:
+        raise failure
+    if first < none:
+        raise RuntimeError(f"rank {int(first)} failed; its message says how")
+
+
 def broadcast_tensors(
     tensors: Mapping[str, Tensor] | None, *, src_rank: int = 0, group: dist.ProcessGroup
 ) -> dict[str, Tensor]:
