@@ -92,6 +92,8 @@ class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
                 "engines must share it"
             )
         self.shutdown()
+        if self.state.interrupted:  # else the plan would find modules that are half unpacked
+            self._give_up()
         self.planned = self._plan(cast(InitInfo, asdict(init_info)))
 
     def start_weight_update(self) -> None:

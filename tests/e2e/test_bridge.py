@@ -223,21 +223,25 @@ def attempt(trainer: Trainer, damage: Damage | None) -> str:
     """An update to new weights with damage between writing and reading; what stopped it."""
     trainer.policy_version += 1
     change_weights(trainer, 1.001)
-    prepare = trainer.bridge.prepare
+    prepare, payload_of = trainer.bridge.prepare, trainer.bridge.payload
+    told: list[Payload] = []
 
     def damaged(version: int) -> Payload:
         payload = dict(prepare(version))
         if damage is not None and trainer.parallel.rank == 0:
             damage(payload)
+        told.append(payload)
         return payload
 
     trainer.bridge.prepare = damaged  # type: ignore[assignment,method-assign]
+    trainer.bridge.payload = lambda: told[0] if told else payload_of()
     try:
         trainer.sync_weights()
     except (EngineError, RuntimeError) as error:
         return str(error)
     finally:
         trainer.bridge.prepare = prepare  # type: ignore[method-assign]
+        trainer.bridge.payload = payload_of  # type: ignore[method-assign]
     return ""
 
 
@@ -253,9 +257,8 @@ def check_nothing_is_served(trainer: Trainer, endpoint: str) -> None:
 def spoil_files(rank: int, world: int, scene: Scene, damages: list[tuple[Damage, str]]) -> None:
     """Every damage fails its update; the next good one brings the engine back."""
     (endpoint,) = scene.endpoints
-    with opened_trainer(
-        rank, world, scene, "parallel.tensor=2", "resharding.probe_tokens=0"
-    ) as trainer:
+    layout = ("parallel.tensor=2", "resharding.probe_tokens=0", "rollout.max_restarts=0")
+    with opened_trainer(rank, world, scene, *layout) as trainer:
         trainer.sync_weights()
         for damage, words in damages:
             stopped_by = attempt(trainer, damage)

@@ -255,5 +255,6 @@ def connect_again(trainer: Trainer) -> None:
     fleet = trainer.rollouts._fleet
     for replica in fleet._replicas:
         fleet.run(replica.close("a run starts again"))
+        replica.failure = None
         fleet.run(replica.connect())
     fleet.engines[:] = [replica.engine for replica in fleet._replicas]
