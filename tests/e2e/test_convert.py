@@ -38,7 +38,7 @@ def test_exporting_the_last_checkpoint_gives_the_folder_of_the_run(
 ) -> None:
     out = tmp_path / "exported"
     done = command("export", pipeline_run.folder, out)
-    assert (done.code, done.output) == (0, f"{out}\n")
+    assert (done.code, done.out) == (0, f"{out}\n")
     assert_same_bits(weights(out), weights(pipeline_run.hf))
     names = {path.name for path in out.iterdir()}
     assert names == {path.name for path in pipeline_run.hf.iterdir()}
@@ -87,7 +87,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def converted(other_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("converted") / "shards"
     done = command("convert", other_model, out, "parallel.tensor=2")
-    assert (done.code, done.output) == (0, f"{out}\n")
+    assert (done.code, done.out) == (0, f"{out}\n")
     return out
 
 
@@ -96,7 +96,7 @@ def test_weights_come_back_from_shards_bit_by_bit(
 ) -> None:
     out = tmp_path / "back"
     done = command("export", converted, out)
-    assert (done.code, done.output) == (0, f"{out}\n")
+    assert (done.code, done.out) == (0, f"{out}\n")
     assert_same_bits(weights(out), weights(other_model))
     here, there = (json.loads((f / "config.json").read_text()) for f in (out, other_model))
     assert here == there

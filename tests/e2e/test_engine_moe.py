@@ -39,8 +39,8 @@ class PlainReload(VllmEngine):
     """vLLM's own reload from a folder: the same layerwise machinery without our repacking."""
 
     async def reload(self) -> None:
-        await self._http.send("POST", "/collective_rpc", {"method": "reload_weights"})
-        await self._http.send("POST", "/reset_prefix_cache")
+        await self.http.send("POST", "/collective_rpc", {"method": "reload_weights"})
+        await self.http.send("POST", "/reset_prefix_cache")
 
 
 @pytest.mark.parametrize("cure", [True, False])
