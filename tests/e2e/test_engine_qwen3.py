@@ -179,8 +179,8 @@ def test_update_brings_the_new_weights_and_their_version(qwen3: RunningServer) -
 class WithoutReset(VllmEngine):
     async def release(self, policy_version: int) -> None:
         body = {"new_version": str(policy_version)}
-        await self._http.send("POST", "/update_weight_version", body)
-        await self._http.send("POST", "/resume")
+        await self.http.send("POST", "/update_weight_version", body)
+        await self.http.send("POST", "/resume")
 
 
 @pytest.mark.parametrize("cure", [True, False])
