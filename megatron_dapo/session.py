@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -139,8 +139,7 @@ def open_parts(run: RunStart) -> Iterator[Trainer]:
         rollouts, constants = _open_rollouts(run, stack)
         sinks = None
         if run.is_rank_0:
-            sinks = Sinks.open(config)
-            stack.callback(sinks.close)
+            sinks = stack.enter_context(closing(Sinks.open(config)))
             constants |= {RUN: dict(read_run_record(config.run_dir))}
         run.watchdog.start(None if rollouts is None else lambda: rollouts.responses)
         policy, critic = _build_models(config, hf_config, parallel)
