@@ -130,11 +130,19 @@ class EngineHttp:
         ) from failure
 
     async def status(self, path: str) -> int | None:
-        """Of the answer to GET, asked once; None: the connection failed, or it took too long."""
-        try:
-            return (await self._client.get(path, timeout=self._seconds)).status_code
-        except httpx.TransportError:
-            return None
+        """Of the answer to GET; None: no connection, or it took too long.
+
+        A server closes the connection of an answer that something broke, and may do so only while
+        it is used again: a connection that breaks says nothing before a new one does, too.
+        """
+        for _ in range(2):
+            try:
+                return (await self._client.get(path, timeout=self._seconds)).status_code
+            except (httpx.ConnectError, httpx.TimeoutException):
+                return None
+            except httpx.TransportError:
+                continue
+        return None
 
     async def ask(
         self,
