@@ -21,7 +21,7 @@ from megatron_dapo.rollout.driver import RolloutDriver
 from megatron_dapo.rollout.engine import EngineError
 from megatron_dapo.rollout.member_sampler import EnginesLost
 from megatron_dapo.rollout.vllm_server import session_members
-from tests.e2e.conftest import PARITY, expected_logprobs, saved_tensors, stop_and_look
+from tests.e2e.conftest import PARITY, expected_logprobs, request, saved_tensors, stop_and_look
 from tests.e2e.runs import make_start
 from tests.e2e.vllm_models import init_info, plan_of, publish_messages
 from tests.tiny_models import tiny_model
@@ -90,8 +90,9 @@ def driven(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driven]:
 
 
 def test_an_engine_without_weights_of_the_run_is_not_asked(driven: Driven) -> None:
+    fleet = driven.driver._fleet
     with pytest.raises(EngineError, match="has no weights of this run yet"):
-        driven.driver.collect(1, 0)
+        fleet.run(fleet.engines[0].generate(request((5, 6))))
 
 
 def test_an_update_is_proven_and_probed(driven: Driven) -> None:
