@@ -222,7 +222,7 @@ LONG_RESPONSE = 48
 LONGEST_PASS = CLIENTS * (LONG_RESPONSE + 2) + 1
 """Tokens of the longest forward pass. The CPU keeps a compiled kernel for each length, up to a
 number: they are made before memory is watched."""
-MOST_GROWTH_MB = 16
+MOST_GROWTH_MB = 24
 
 
 async def overlap(running: RunningServer, engine: VllmEngine) -> Overlap:
