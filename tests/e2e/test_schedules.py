@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from megatron_dapo.checkpoint.commit import CHECKPOINTS, step_folder
 from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
+from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
 from megatron_dapo.rollout.vllm_engine import VllmEngine
@@ -48,6 +50,11 @@ class Order:
         self.given -= count
 
 
+def goes_to_the_limit(prompt_tokens: Sequence[int]) -> bool:
+    """Every third prompt's responses do not stop, so that each step ends before some of them."""
+    return prompt_tokens[0] % 3 == 0
+
+
 async def grade(prompt: Prompt, response: Response) -> tuple[Response, Reward]:
     return response, Reward(float(response.token_ids[-1] % 2), 0.0)
 
@@ -65,8 +72,13 @@ def continued(server: RunningServer) -> tuple[list[RolloutStep], list[PreTrained
     published = [server.publish(model, version) for version, model in enumerate(models) if version]
 
     async def collect(engine: VllmEngine) -> list[RolloutStep]:
+        async def generate(request: GenerationRequest) -> GenerationResult:
+            if goes_to_the_limit(request.prompt_token_ids):
+                request = dataclasses.replace(request, stop_token_ids=())
+            return await engine.generate(request)
+
         scheduler = GroupScheduler(
-            engine.generate,
+            generate,
             Order(),
             grade,
             RolloutConfig(
@@ -131,9 +143,10 @@ def test_each_part_of_a_continued_response_has_the_log_probs_of_its_own_weights(
 def test_a_continued_response_ends_as_an_uninterrupted_one_does(
     continued: tuple[list[RolloutStep], list[PreTrainedModel]],
 ) -> None:
-    for _, response in responses_of(continued[0]):
+    for prompt, response in responses_of(continued[0]):
         ended = [token in STOPS for token in response.token_ids]
-        assert not any(ended[:-1])
+        if not goes_to_the_limit(prompt.token_ids):
+            assert not any(ended[:-1])
         if response.finish_reason == "stop":
             assert ended[-1]
         else:
