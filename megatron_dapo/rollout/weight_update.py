@@ -50,9 +50,9 @@ class _WorkerReports(pydantic.BaseModel):
 
 
 class _TakenOver(pydantic.BaseModel):
-    """Of every tensor-parallel rank, in order."""
+    """Of every tensor-parallel rank, in order; anything, where they belong to an earlier call."""
 
-    results: list[str]
+    results: list[JsonValue]
 
 
 async def end_open_update(http: EngineHttp) -> None:
@@ -67,7 +67,7 @@ async def end_open_update(http: EngineHttp) -> None:
     asked = secrets.token_hex(8)
     call = {"method": "end_open_update", "args": [asked]}
     found = (await http.ask(_TakenOver, "POST", "/collective_rpc", call)).results
-    if set(found) != {asked}:
+    if any(answer != asked for answer in found):
         raise EngineError(
             f"{http.label} answers calls of its workers with those of earlier ones: one of them "
             "failed in an update of another run. Start the engine again"

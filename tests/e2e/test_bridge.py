@@ -280,24 +280,38 @@ def test_every_damaged_file_is_named_and_nothing_of_it_is_served(scene: Scene) -
 
 @pytest.mark.slow
 def test_a_part_that_only_one_of_two_workers_misses_is_never_served(tmp_path: Path) -> None:
-    """vLLM loses count of its workers' answers when one of them fails: that engine is over."""
     pytest.importorskip("vllm")
     with running_engines(make_start(tmp_path, "qwen2_tied"), tensor=2) as running:
         run_trainers(2, spoil_files, running, FILE_DAMAGE[:FLIPS])
         run_trainers(2, lose_for_one_worker, running)
 
 
+def lose_the_first_workers_file(payload: Payload) -> None:
+    files_of(payload)[0].unlink()
+
+
 def lose_for_one_worker(rank: int, world: int, scene: Scene) -> None:
+    """vLLM asks its workers in order, and leaves the answers behind one that failed unread.
+
+    So an engine whose last worker fails takes the next update. One whose first worker fails is
+    over: it would give every later caller the answers of the call before.
+    """
     (endpoint,) = scene.endpoints
-    layout = ("parallel.tensor=2", "resharding.probe_tokens=0")
+    layout = ("parallel.tensor=2", "resharding.probe_tokens=0", "rollout.max_restarts=0")
     with opened_trainer(rank, world, scene, *layout) as trainer:
         trainer.sync_weights()
-        for damage in (lose_a_file, None, None):
+        for damage, name in ((lose_a_file, "1_to_1"), (lose_the_first_workers_file, "0_to_0")):
+            assert attempt(trainer, None) == ""
             stopped_by = attempt(trainer, damage)
             if rank == 0:
-                assert "rollout engine 0" in stopped_by
+                assert f"there is no from_{name}.safetensors" in stopped_by, stopped_by
                 check_nothing_is_served(trainer, endpoint)
+                if damage is lose_a_file:
+                    connect_again(trainer)
+        if rank == 0:
+            with pytest.raises(EngineError, match="Start the engine again"):
                 connect_again(trainer)
+            assert not answers(endpoint)
 
 
 def skip_a_message(trainer: Trainer) -> None:
