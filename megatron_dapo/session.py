@@ -19,6 +19,7 @@ from megatron_dapo import device
 from megatron_dapo.checkpoint.commit import CHECKPOINTS
 from megatron_dapo.checkpoint.completion import RUN, is_complete, restore_run_record
 from megatron_dapo.checkpoint.find import find_checkpoint
+from megatron_dapo.checkpoint.header import read_state
 from megatron_dapo.checkpoint.identity import check_identity, run_identity
 from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.checkpoint.run_lock import RunLock
@@ -37,7 +38,7 @@ from megatron_dapo.policy.trained_model import SkippedUpdates
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.open_bridge import open_bridge
 from megatron_dapo.rollout.driver import RolloutDriver
-from megatron_dapo.trainer import Trainer
+from megatron_dapo.trainer import ROLLOUT, Trainer
 
 ValueT = TypeVar("ValueT")
 logger = logging.getLogger(__name__)
@@ -215,6 +216,9 @@ def _open_rollouts(
         identity = run_identity(run.config, rollouts.prompts_fingerprint)
         if run.start_from is not None:
             check_identity(run.start_from, identity)
+            waiting = read_state(run.start_from, ROLLOUT)
+            if waiting is not None:  # weights alone have none
+                rollouts.check_state_dict(cast(dict[str, JsonValue], waiting))
             restore_run_record(run.config.run_dir, run.start_from)
         opened.append((rollouts, identity))
 

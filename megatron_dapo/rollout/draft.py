@@ -71,6 +71,13 @@ class Draft:
         whole = sum(len(m.response.token_ids) for m in self.members if m.response is not None)
         return whole + self.begun_tokens
 
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response, complete or not."""
+        whole = [len(m.response.token_ids) for m in self.members if m.response is not None]
+        begun = [len(m.begun.token_ids) for m in self.members if m.begun is not None]
+        return max([*whole, *begun], default=0)
+
     def copy(self) -> Draft:
         """As it is now; what is sampled later does not change it."""
         return dataclasses.replace(self, members=tuple(map(copy, self.members)))

@@ -11,7 +11,7 @@ from typing import cast
 
 from pydantic import JsonValue
 
-from megatron_dapo.config import RunConfig
+from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.data.prompts import PromptStream
 from megatron_dapo.reward.grade import grade_response
 from megatron_dapo.reward.grader_pool import GraderPool, needs_pool
@@ -19,13 +19,14 @@ from megatron_dapo.rollout.dispatch import Dispatcher
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
 from megatron_dapo.rollout.fleet import EngineFleet, of_the_living
 from megatron_dapo.rollout.grading import ThreadedGrader
+from megatron_dapo.rollout.group_state import DraftStateError
 from megatron_dapo.rollout.heldout import HeldoutSampling
 from megatron_dapo.rollout.inputs import RolloutInputs
 from megatron_dapo.rollout.own_servers import Device
 from megatron_dapo.rollout.probe import Probe, probe_engine
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
-from megatron_dapo.rollout.scheduler_state import state_to_json
+from megatron_dapo.rollout.scheduler_state import state_to_json, usable_state
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.weight_update import Digests
 from megatron_dapo.types import Group
@@ -252,6 +253,20 @@ class RolloutDriver:
         Between two steps. Tokens of responses that still run are not in it.
         """
         return self._fleet.run(self._snapshot())
+
+    def check_state_dict(self, state: Mapping[str, JsonValue]) -> None:
+        """Refuse, before anything is started, what `load_state_dict` could not go on with.
+
+        Raises:
+            ConfigError: keys of this run do not fit to what the state holds; they are named.
+        """
+        if "sampling" not in state:
+            return
+        sampling = cast(dict[str, JsonValue], state["sampling"])
+        try:
+            usable_state(sampling, self._config.rollout, self._config.sampling)
+        except DraftStateError as error:
+            raise ConfigError(str(error)) from error
 
     def load_state_dict(self, state: Mapping[str, JsonValue]) -> None:
         """Go on at a saved state. One of an earlier release has no groups that wait."""

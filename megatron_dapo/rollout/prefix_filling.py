@@ -15,7 +15,6 @@ from megatron_dapo.rollout.collected import Collected, Tally, drafts_of
 from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.draft_source import DraftSource
 from megatron_dapo.rollout.fill import Fill, is_usable
-from megatron_dapo.rollout.group_state import DraftStateError
 from megatron_dapo.rollout.keep_rate import KeepRate
 from megatron_dapo.rollout.member_sampler import MemberSampler
 from megatron_dapo.rollout.scheduler_state import SchedulerState
@@ -92,22 +91,7 @@ class PrefixFilling:
             self._fill = None
 
     def restore(self, saved: SchedulerState) -> None:
-        """Go on with what a checkpoint holds, from the next step on.
-
-        Raises:
-            DraftStateError: it holds unfinished responses, or groups of an earlier step.
-        """
-        if saved.ready and not self._carries:
-            raise DraftStateError(
-                f"the checkpoint holds {len(saved.ready)} groups of earlier weights, and "
-                "sampling.surplus=drop trains on none: resume with sampling.surplus=carry"
-            )
-        if saved.unfinished:
-            raise DraftStateError(
-                f"the checkpoint holds {len(saved.unfinished)} groups with unfinished responses, "
-                f"and sampling.unfinished={self._sampling.unfinished} never goes on with any: "
-                "resume with sampling.surplus=carry and sampling.unfinished=continue"
-            )
+        """Go on with what a checkpoint holds (of `usable_state`), from the next step on."""
         self.rate, self.ready = saved.rate, [*saved.ready]
 
     @property

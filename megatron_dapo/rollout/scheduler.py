@@ -21,7 +21,6 @@ from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.draft_source import DraftSource, PromptSource
 from megatron_dapo.rollout.engine import GenerationRequest
 from megatron_dapo.rollout.grading import Grader, check_grading_errors
-from megatron_dapo.rollout.group_state import DraftStateError
 from megatron_dapo.rollout.member_sampler import EnginesLost, Generate, MemberSampler
 from megatron_dapo.rollout.prefix_filling import PrefixFilling
 from megatron_dapo.rollout.rollout_metrics import staleness_metrics
@@ -29,8 +28,9 @@ from megatron_dapo.rollout.sampler import RolloutStep, SamplingPlan
 from megatron_dapo.rollout.scheduler_state import (
     ReadyStep,
     SchedulerState,
-    state_from_json,
+    goes_on_with_unfinished,
     state_to_json,
+    usable_state,
 )
 from megatron_dapo.rollout.seeds import sample_seed
 from megatron_dapo.rollout.streaming import Streaming
@@ -98,7 +98,7 @@ class GroupScheduler:
         )
         source = DraftSource(prompts, rollout.group_size)
         self._way: PrefixFilling | Streaming
-        if rollout.mode == "async" or sampling.unfinished == "continue":
+        if goes_on_with_unfinished(rollout, sampling):
             self._way = Streaming(
                 self._sampler, source, rollout, sampling, background=rollout.mode == "async"
             )
@@ -193,13 +193,7 @@ class GroupScheduler:
         Raises:
             DraftStateError: the state is damaged, or does not fit to this run.
         """
-        saved = state_from_json(state, self._rollout.group_size)
-        if saved.ahead is not None and self._rollout.mode != "one_step_off":
-            raise DraftStateError(
-                f"step {saved.ahead.step} of the checkpoint was sampled from the weights of the "
-                f"step before, and rollout.mode={self._rollout.mode} would not expect that: resume "
-                "with rollout.mode=one_step_off"
-            )
+        saved = usable_state(state, self._rollout, self._sampling)
         self._way.restore(saved)
         self._restored = saved.ahead
 

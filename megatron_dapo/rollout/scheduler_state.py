@@ -9,6 +9,7 @@ from typing import Literal
 import pydantic
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.group_state import DraftStateError, drafts_from_json, drafts_to_json
 from megatron_dapo.rollout.keep_rate import KeepRate
@@ -117,4 +118,68 @@ def state_from_json(state: Mapping[str, JsonValue], group_size: int) -> Schedule
         else ReadyStep(
             ahead.step, kept, (), FilterCounts(**ahead.counts.model_dump()), ahead.metrics
         ),
+    )
+
+
+def goes_on_with_unfinished(rollout: RolloutConfig, sampling: SamplingConfig) -> bool:
+    """Whether responses that a step leaves unfinished go on in a later one (`Streaming`)."""
+    return rollout.mode == "async" or sampling.unfinished == "continue"
+
+
+def usable_state(
+    state: Mapping[str, JsonValue], rollout: RolloutConfig, sampling: SamplingConfig
+) -> SchedulerState:
+    """The state that was saved, for a run that can go on with it.
+
+    Raises:
+        DraftStateError: it is damaged, or this run's schedule or limits cannot go on with it.
+    """
+    saved = state_from_json(state, rollout.group_size)
+    _refuse_other_schedule(saved, rollout, sampling)
+    if saved.ahead is not None:
+        _refuse_other_step(saved.ahead, rollout, sampling)
+    waiting = (*saved.ready, *saved.unfinished, *(saved.ahead.kept if saved.ahead else ()))
+    longest = max((draft.longest_response for draft in waiting), default=0)
+    if longest > rollout.max_response_tokens:
+        raise DraftStateError(
+            f"rollout.max_response_tokens={rollout.max_response_tokens}: the checkpoint holds a "
+            f"response of {longest} tokens that waits to be trained on. Resume with at least "
+            f"{longest}, or start a new run in another run_dir"
+        )
+    return saved
+
+
+def _refuse_other_schedule(
+    saved: SchedulerState, rollout: RolloutConfig, sampling: SamplingConfig
+) -> None:
+    if saved.ahead is not None and rollout.mode != "one_step_off":
+        raise DraftStateError(
+            f"rollout.mode={rollout.mode}: step {saved.ahead.step} of the checkpoint was sampled "
+            "from the weights of the step before, and only one_step_off expects that: resume with "
+            "rollout.mode=one_step_off"
+        )
+    if saved.ready and sampling.surplus == "drop":
+        raise DraftStateError(
+            f"sampling.surplus=drop: the checkpoint holds {len(saved.ready)} groups of earlier "
+            "weights, and drop trains on none: resume with sampling.surplus=carry"
+        )
+    if saved.unfinished and not goes_on_with_unfinished(rollout, sampling):
+        raise DraftStateError(
+            f"sampling.unfinished={sampling.unfinished}: the checkpoint holds "
+            f"{len(saved.unfinished)} groups with unfinished responses, and rollout.mode="
+            f"{rollout.mode} goes on with none: resume with sampling.surplus=carry and "
+            "sampling.unfinished=continue"
+        )
+
+
+def _refuse_other_step(ahead: ReadyStep, rollout: RolloutConfig, sampling: SamplingConfig) -> None:
+    """A step that was sampled ahead is trained on as it is."""
+    groups, target = len(ahead.kept), rollout.prompts_per_step
+    if groups == target or (groups < target and sampling.when_short == "train"):
+        return
+    way = "" if groups > target else "sampling.when_short=train or "
+    raise DraftStateError(
+        f"rollout.prompts_per_step={target}: the checkpoint holds step {ahead.step}, sampled ahead "
+        f"with {groups} groups: resume with {way}rollout.prompts_per_step={groups}, or start a new "
+        "run in another run_dir"
     )

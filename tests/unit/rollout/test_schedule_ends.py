@@ -8,14 +8,22 @@ import logging
 import re
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from benchmarks.simulated_loop import simulate
+from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.grading import TooManyGradingErrors, check_grading_errors
+from megatron_dapo.rollout.group_state import DraftStateError
 from megatron_dapo.rollout.member_sampler import EnginesLost
-from megatron_dapo.rollout.scheduler_state import state_to_json
+from megatron_dapo.rollout.scheduler_state import (
+    goes_on_with_unfinished,
+    state_to_json,
+    usable_state,
+)
 from megatron_dapo.rollout.selection import NotEnoughGroups
+from megatron_dapo.rollout.streaming import Streaming
 from megatron_dapo.types import Group, Prompt, Response, Reward
 from tests.unit.rollout.simulated import (
     ALL,
@@ -344,3 +352,54 @@ def test_async_samples_on_after_a_checkpoint_that_waited_for_all_responses() -> 
 
     drawn, running = simulate(run())
     assert drawn > 0 and running > 0
+
+
+def test_a_schedule_goes_on_with_unfinished_responses_where_it_says_so() -> None:
+    """The check at the start and the scheduler's choice are one predicate."""
+    for rollout, sampling in ALL:
+        run = Run(World(), (rollout, sampling))
+        chosen = isinstance(run.scheduler._way, Streaming)
+        expected = goes_on_with_unfinished(run.rollout, SamplingConfig(**sampling))  # type: ignore[arg-type]
+        assert chosen == expected
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (World(group_size=2), r"3 responses and rollout\.group_size=2"),
+        (World(target=2), r"^rollout\.prompts_per_step=2: .* with 3 groups: resume with rollout"),
+        (World(target=4), r"^rollout\.prompts_per_step=4: .*=train or rollout\.prompts_per_step=3"),
+    ],
+    ids=["group size", "smaller step", "larger step"],
+)
+def test_a_step_that_was_sampled_ahead_is_trained_on_as_it_is_or_refused(
+    changed: World, message: str
+) -> None:
+    async def run() -> None:
+        first = await Run(World(), ONE_STEP_OFF).train(last=1)
+        state = await first.saved()
+        with pytest.raises(RuntimeError, match=message):
+            Run(changed, ONE_STEP_OFF, state)
+        short = Run(World(target=4, when_short="train"), ONE_STEP_OFF, state)
+        await short.train(first=2, last=2)
+        assert len(short.steps[0].groups) == 3
+        await short.scheduler.close()
+
+    simulate(run())
+
+
+def test_waiting_responses_over_the_limit_of_tokens_are_refused() -> None:
+    sampling = SamplingConfig(**FINISH[1])  # type: ignore[arg-type]
+
+    async def run() -> tuple[RolloutConfig, Any]:
+        first = await Run(World(first_wave=12), FINISH).train(last=1)
+        return first.rollout, (await first.saved())["sampling"]
+
+    rollout, state = simulate(run())
+    groups = [draft.group for draft in usable_state(state, rollout, sampling).ready]
+    longest = max(len(r.token_ids) for group in groups if group for r in group.responses)
+    usable_state(state, rollout.model_copy(update={"max_response_tokens": longest}), sampling)
+    shorter = rollout.model_copy(update={"max_response_tokens": longest - 1})
+    told = rf"^rollout\.max_response_tokens={longest - 1}: .*at least {longest}, "
+    with pytest.raises(DraftStateError, match=told):
+        usable_state(state, shorter, sampling)
