@@ -45,22 +45,19 @@ def _enter_server() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _session_members() -> list[int]:
-    """Processes of this session other than this one; zombies do not count."""
-    session, own = os.getsid(0), os.getpid()
+def session_members(session: int) -> list[int]:
+    """Live processes of `session`; zombies do not count."""
     members = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit() or int(entry) == own:
-            continue
+    for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+            fields = stat.read_text().rpartition(")")[2].split()
             if fields[0] not in "ZX" and int(fields[3]) == session:
-                members.append(int(entry))
+                members.append(int(stat.parent.name))
     return members
 
 
-def _mapped_scratch(members: list[int]) -> set[Path]:
-    """Shared memory that the session maps and that nobody else could clean up after a SIGKILL."""
+def mapped_scratch(members: list[int]) -> set[Path]:
+    """Shared memory that these processes map and that none of them removes after a SIGKILL."""
     found = set()
     for pid in members:
         with contextlib.suppress(OSError):
@@ -69,6 +66,11 @@ def _mapped_scratch(members: list[int]) -> set[Path]:
                 if path.parent == SHARED_MEMORY and path.name.startswith(SCRATCH_PREFIXES):
                     found.add(path)
     return found
+
+
+def _others() -> list[int]:
+    """Processes of this session beside this one."""
+    return [pid for pid in session_members(os.getsid(0)) if pid != os.getpid()]
 
 
 def _reap(server: subprocess.Popen[bytes]) -> None:
@@ -81,16 +83,16 @@ def _reap(server: subprocess.Popen[bytes]) -> None:
 
 def _end_session(server: subprocess.Popen[bytes], grace_seconds: float) -> None:
     """Ask the server to stop, wait, then kill what is left of the session."""
-    scratch = _mapped_scratch(_session_members())
+    scratch = mapped_scratch(_others())
     if server.poll() is None:
         server.terminate()
     deadline = time.monotonic() + grace_seconds
-    while _session_members() and time.monotonic() < deadline:
+    while _others() and time.monotonic() < deadline:
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
         _reap(server)
         if server.returncode is not None:
             deadline = min(deadline, time.monotonic() + LEFT_BEHIND_SECONDS)
-    while members := _session_members():
+    while members := _others():
         for pid in members:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from megatron_dapo.rollout.server_main import ORPHANS_FILE, mapped_scratch, session_members
 from megatron_dapo.rollout.server_options import (
     ServerOptions,
     server_command,
@@ -25,13 +26,9 @@ from megatron_dapo.rollout.server_options import (
 logger = logging.getLogger(__name__)
 
 GUARDIAN = Path(__file__).with_name("server_main.py")
-ORPHANS_FILE = "remove_when_orphaned"
 LONGEST_SOCKET_PATH = 107
 """Bytes of sun_path, without the closing zero."""
 LOG_TAIL_LINES = 30
-SHARED_MEMORY = Path("/dev/shm")
-SCRATCH_PREFIXES = ("psm_", "sem.mp-", "torch_", "vllm_")
-"""Names that Python, torch and vLLM give to shared memory; other files are left alone."""
 GRACE_SECONDS = 10.0
 """What a server gets to end by itself; vLLM needs about one."""
 POLL_SECONDS = 0.25
@@ -234,29 +231,6 @@ def kill_session(session: int) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def session_members(session: int) -> list[int]:
-    """Live processes of `session`; zombies do not count."""
-    members = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            fields = stat.read_text().rpartition(")")[2].split()
-            if fields[0] not in "ZX" and int(fields[3]) == session:
-                members.append(int(stat.parent.name))
-    return members
-
-
-def mapped_scratch(members: list[int]) -> set[Path]:
-    """Shared memory that these processes map and that none of them removes after a SIGKILL."""
-    found = set()
-    for pid in members:
-        with contextlib.suppress(OSError):
-            for line in Path("/proc", str(pid), "maps").read_text().splitlines():
-                path = Path(line.rpartition(" ")[2])
-                if path.parent == SHARED_MEMORY and path.name.startswith(SCRATCH_PREFIXES):
-                    found.add(path)
-    return found
 
 
 def oom_kills() -> int:
