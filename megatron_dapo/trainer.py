@@ -81,7 +81,6 @@ class Trainer:
     """Made on any rank: all save what is trained, and stop."""
     owed: bool = False
     """A stop cut the last step short after its updates: `_start` makes up for it."""
-    saved_step: int = 0
     last_metrics: Mapping[str, float] = field(default_factory=dict)
     """Of the last step, on global rank 0."""
 
@@ -131,9 +130,9 @@ class Trainer:
 
     def _leave(self, step: int, state: Mapping[str, JsonValue] | None = None) -> bool:
         """Stop after `step`, saved with the rollouts' `state` of then; False for `run`."""
-        if step > self.saved_step:
+        self.checkpoints.settle(wait=True)  # of the one under way: it may have failed
+        if step > self.checkpoints.saved_step:
             self.save(step, state, must_succeed=True)
-        self.checkpoints.settle(wait=True, must_succeed=True)
         logger.warning(
             "stopped: %s", f"step {step} is saved" if step else "nothing was trained yet"
         )
@@ -284,7 +283,6 @@ class Trainer:
                 metrics=self.last_metrics,
                 must_succeed=must_succeed,
             )
-        self.saved_step = step
 
     def resume(self) -> int:
         """Load the checkpoint that was chosen and return its step; 0 without one. Collective.
@@ -304,7 +302,7 @@ class Trainer:
             self.policy.weights_loaded()
             if self.critic is not None:
                 self.critic.start_from(self.policy.chunks)
-        self.policy_version = self.saved_step = restored.step
+        self.policy_version = restored.step
         logger.info("start from %s", self.start_from)
         return restored.step
 
@@ -323,7 +321,7 @@ class Trainer:
                 overwrite=True,
             )
         if self.parallel.rank == 0:
-            note_completion(self.config, self.saved_step)
+            note_completion(self.config, self.checkpoints.saved_step)
         if self.sinks is not None:
             self.sinks.finish()
 

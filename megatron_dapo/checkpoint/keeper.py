@@ -57,6 +57,9 @@ class CheckpointKeeper:
     """States by name that every checkpoint of the run holds, on global rank 0."""
     lock: RunLock | None = None
     """Of the run directory, on global rank 0: nothing is written once another run has it."""
+    saved_step: int = 0
+    """Newest step that is saved completely, as far as this rank has taken note of it: the same on
+    every rank. 0: none."""
     failures: int = 0
     """Saves that failed since the start."""
     blocked_seconds: float = 0.0
@@ -132,6 +135,8 @@ class CheckpointKeeper:
         self._running = None
         if flags[1]:
             self._note_failure(running, must_succeed)
+        else:
+            self.saved_step = running.staged.step
 
     def metrics(self) -> dict[str, float]:
         """Of the saves so far, for the next record."""
@@ -158,6 +163,7 @@ class CheckpointKeeper:
             critic=self.critic if continues else None,
             verify=False,
         )
+        self.saved_step = restored.step
         return restored, continues
 
     def close(self) -> None:

@@ -34,10 +34,17 @@ class Diary(Trainer):
     owes: bool = False
     notes: list[str] = field(default_factory=list)
     must_succeed: list[bool] = field(default_factory=list)
+    failing_save: int | None = None
+
+    @property
+    def under_way(self) -> list[int]:
+        checkpoints = self.checkpoints
+        assert isinstance(checkpoints, InBackground)
+        return checkpoints.under_way
 
     def resume(self) -> int:
         self.owed = self.owes
-        self.saved_step = self.start
+        self.checkpoints.saved_step = self.start
         return self.start
 
     def sync_weights(self) -> dict[str, float]:
@@ -66,18 +73,27 @@ class Diary(Trainer):
         must_succeed: bool = False,
     ) -> None:
         self.notes.append(f"save {step}" + (" as before" if state is not None else ""))
-        self.saved_step = step
+        if must_succeed or step != self.failing_save:
+            self.under_way.append(step)
+        if must_succeed:
+            self.checkpoints.settle(wait=True)
         self.must_succeed.append(must_succeed)
 
     def finish(self) -> None:
         self.notes.append("finish")
 
 
-class NothingUnderWay:
-    """Checkpoints that are all written."""
+@dataclass
+class InBackground:
+    """Checkpoints that are complete once someone has waited for them."""
 
-    def settle(self, *, wait: bool, must_succeed: bool) -> None:
-        assert wait and must_succeed, "a run that says it has saved must have"
+    saved_step: int = 0
+    under_way: list[int] = field(default_factory=list)
+
+    def settle(self, *, wait: bool) -> None:
+        assert wait, "a run that says it has saved must have"
+        self.saved_step = max([self.saved_step, *self.under_way])
+        self.under_way.clear()
 
 
 @dataclass
@@ -104,7 +120,7 @@ def diary(
         ("hf_config", "policy", "critic", "bridge", "rollouts", "sinks", "skipped", "start_from")
     )
     return Diary(
-        checkpoints=NothingUnderWay(),  # type: ignore[arg-type]
+        checkpoints=InBackground(),  # type: ignore[arg-type]
         config=config,
         watchdog=Watchdog(Path(tempfile.mkdtemp()), 0, 1, 0),
         parallel=alone,  # type: ignore[arg-type]
@@ -188,6 +204,18 @@ def test_a_step_that_is_saved_already_is_not_saved_again(alone: Alone) -> None:
     assert trainer.notes[-2:] == ["step 2", "save 2"]
 
 
+@pytest.mark.parametrize("stop", [{"interrupted_at": 3}, {"stop_at": 3}], ids=["in", "after"])
+def test_a_step_whose_save_failed_is_saved_again_by_a_stop(
+    alone: Alone, stop: dict[str, int]
+) -> None:
+    """With checkpoint.on_failure=continue."""
+    trainer = diary(alone, every=2, failing_save=2, **stop)
+    assert not trainer.run()
+    (saved,) = [note for note in trainer.notes if note.startswith("save") and note != "save 2"]
+    assert saved == ("save 2 as before" if "interrupted_at" in stop else "save 3")
+    assert trainer.must_succeed == [False, True]
+
+
 def test_a_run_that_is_interrupted_before_any_update_saves_nothing(alone: Alone) -> None:
     trainer = diary(alone, every=1, interrupted_at=1)
     assert not trainer.run()
@@ -217,6 +245,7 @@ class Kept:
     """Checkpoints in memory, as JSON carries them."""
 
     states: dict[int, str] = field(default_factory=dict)
+    saved_step: int = 0
 
     def save(self, step: int, state: object, *, metrics: object, must_succeed: bool) -> None:
         self.states[step] = json.dumps(state)
@@ -263,4 +292,4 @@ def test_rollouts_counters_and_what_is_owed_come_back() -> None:
     assert after.resume() == 5
     assert (after.rollouts, after.owed) == (Position(17), True)
     assert after.skipped.in_a_row == {"actor": 2}
-    assert (after.policy_version, after.saved_step) == (5, 5)
+    assert after.policy_version == 5
