@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from megatron_dapo.config.machine_checks import safetensors_header
+from megatron_dapo.config.weight_files import INDEX_FILE, SINGLE_FILE, read_header
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 LONGEST_SECONDS = 600
 """For the headers alone: a stalled file system is reported, not waited for."""
 
@@ -61,7 +59,7 @@ def folder_faults(folder: Path, expected: Mapping[str, TensorRecord]) -> Iterato
     """Whatever differs from exactly the `expected` tensors, one message each."""
     files: dict[str, dict[str, TensorRecord]] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        header = safetensors_header(path)
+        header = read_header(path)
         if header is None:
             yield f"{path.name} is not as long as its header says"
             continue

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dapo.checkpoint.folder_check import INDEX_FILE, SINGLE_FILE, TensorRecord
+from megatron_dapo.checkpoint.folder_check import TensorRecord
+from megatron_dapo.config.weight_files import INDEX_FILE, SINGLE_FILE, make_header
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Names in the header."""
@@ -103,15 +104,10 @@ def _lay_out(
 
 
 def _header(tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, record in tensor_records(tensors, dtype).items():
-        end = offset + math.prod(record["shape"]) * dtype.itemsize
-        header[name] = {**record, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return make_header(
+        (name, record["dtype"], record["shape"], math.prod(record["shape"]) * dtype.itemsize)
+        for name, record in tensor_records(tensors, dtype).items()
+    )
 
 
 def _next_bytes(

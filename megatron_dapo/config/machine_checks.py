@@ -14,6 +14,7 @@ from megatron_dapo.config.heldout import heldout_paths
 from megatron_dapo.config.model_shape import read_hf_config
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.config.versions import package_version
+from megatron_dapo.config.weight_files import INDEX_FILE, read_header
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
@@ -77,7 +78,7 @@ def _device_problems(config: RunConfig) -> Iterator[str]:
 
 def weight_problems(folder: Path) -> Iterator[str]:
     """Safetensors of a Hugging Face folder: there, complete by their index, each file whole."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX_FILE
     if index.is_file():
         named = set(json.loads(index.read_text())["weight_map"].values())
         absent = sorted(name for name in named if not (folder / name).is_file())
@@ -92,29 +93,11 @@ def weight_problems(folder: Path) -> Iterator[str]:
             "model.path to its folder."
         )
     for file in sorted(folder.glob("*.safetensors")):
-        if safetensors_header(file) is None:
+        if read_header(file) is None:
             yield (
                 f"model.path={folder}: {file.name} has {file.stat().st_size} bytes, fewer or more "
                 "than its header says. Fetch it again."
             )
-
-
-def safetensors_header(file: Path) -> dict[str, dict] | None:
-    """The header of a safetensors file: tensor name -> dtype, shape and place.
-
-    None when the file is not as long as its header says: 8 bytes of length, JSON, tensors.
-    """
-    with file.open("rb") as opened:
-        header_bytes = int.from_bytes(opened.read(8), "little")
-        size = file.stat().st_size
-        if not 2 <= header_bytes <= size - 8:
-            return None
-        try:
-            header: dict[str, dict] = json.loads(opened.read(header_bytes))
-        except ValueError:
-            return None
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return header if 8 + header_bytes + max(ends, default=0) == size else None
 
 
 def _file_problems(config: RunConfig) -> Iterator[str]:

@@ -8,11 +8,10 @@ files, and a restarted engine can load the current version as long as there is n
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,14 +20,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_dapo.config.weight_files import make_header
 from megatron_dapo.resharding.messages import Outbox
 from megatron_dapo.resharding.transport import FAILURES, UpdatePayload
 
 if TYPE_CHECKING:
     from megatron_dapo.resharding.plan import ReshardPlan
-
-_LENGTH_BYTES = 8
-"""A safetensors file starts with the length of its header."""
 
 
 def version_folder(directory: Path, version: int) -> Path:
@@ -140,7 +137,7 @@ def _mapped(
 
     Its space is reserved first, so that a full file system is an error and not a signal.
     """
-    header = safetensors_header(((name, "U8", (n,), n) for name, n in sizes.items()), metadata)
+    header = make_header(((name, "U8", (n,), n) for name, n in sizes.items()), metadata)
     total = len(header) + sum(sizes.values())
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -152,25 +149,6 @@ def _mapped(
     whole = torch.frombuffer(mapping, dtype=torch.uint8)
     yield list(whole[len(header) :].split(list(sizes.values())))
     mapping.flush()  # other machines of a shared file system read it next
-
-
-def safetensors_header(
-    tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]
-) -> bytes:
-    """What stands before the values: length and JSON, filled up to a multiple of 8 bytes.
-
-    Args:
-        tensors: (name, dtype as the format spells it, shape, bytes), in order.
-    """
-    header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-    offset = 0
-    for name, dtype, shape, num_bytes in tensors:
-        span = [offset, offset + num_bytes]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": span}
-        offset += num_bytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 class FileReceiver:
@@ -196,11 +174,10 @@ class FileReceiver:
         """Most memory of the device that messages took; mapped files are the page cache's."""
 
     def begin(self, payload: UpdatePayload) -> None:
-        """Look at the published version.
+        """Turn to the version that the payload names; its files are opened as they are asked for.
 
         Raises:
             ValueError: the payload names a folder outside the directory.
-            RuntimeError: a file of it is missing, cut short, or of another plan or version.
         """
         self.end()
         folder = Path(payload["folder"]).resolve()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
+from megatron_dapo.config.weight_files import INDEX_FILE, SINGLE_FILE
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.cuts import fuse, shard_bounds
 from megatron_dapo.resharding.layout import local_parameters, shard_place
@@ -23,8 +24,6 @@ from megatron_dapo.resharding.train_map import blocks
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 IGNORED_ENDINGS = (".rotary_emb.inv_freq",)
 """Tensors of old folders that follow from the configuration."""
 

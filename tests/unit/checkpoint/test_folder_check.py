@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_dapo.checkpoint.folder_check import (
-    INDEX_FILE,
     check_export,
     check_in_fresh_process,
     folder_faults,
 )
 from megatron_dapo.checkpoint.safetensors_shards import tensor_records, write_shards
+from megatron_dapo.config.weight_files import INDEX_FILE
 from tests.unit.handed import Case, handed_cases
 
 TENSORS = {"a": (3, 4), "b": (5,), "c": (2, 2)}
