@@ -28,6 +28,8 @@ class DraftSource:
         self._group_size = group_size
         self._step = 0
         self._drawn = 0
+        self.taken = 0
+        """Prompts that were drawn and not put back."""
 
     def draw(self, count: int, step: int, version: int) -> list[Draft]:
         """New drafts of `step`, from weights `version` at least.
@@ -40,6 +42,7 @@ class DraftSource:
         prompts = self._prompts.take(count)
         if len(prompts) < count:
             raise RuntimeError(f"no prompts are left for step {step}; check data.train")
+        self.taken += count
         first, self._drawn = self._drawn, self._drawn + count
         return [
             Draft.new(prompt, step, first + index, version, self._group_size)
@@ -49,3 +52,4 @@ class DraftSource:
     def put_back(self, drafts: int) -> None:
         """The prompts of the last `drafts` draws come again, under new numbers."""
         self._prompts.put_back(drafts)
+        self.taken -= drafts

@@ -84,6 +84,8 @@ class GroupScheduler:
         self._max_error_share = max_error_share
         self._grading_failures = grading_failures
         self._ahead: asyncio.Task[ReadyStep] | None = None
+        self._taken_before_ahead = 0
+        """Prompts that had been drawn when it began."""
         self._restored: ReadyStep | None = None
         """The step that had been sampled ahead of a checkpoint."""
         self._sampler = MemberSampler(
@@ -96,7 +98,7 @@ class GroupScheduler:
             completed=lambda draft: self._way.completed(draft),
             has_room=lambda: self._way.room(),
         )
-        source = DraftSource(prompts, rollout.group_size)
+        source = self._source = DraftSource(prompts, rollout.group_size)
         self._way: PrefixFilling | Streaming
         if goes_on_with_unfinished(rollout, sampling):
             self._way = Streaming(
@@ -140,12 +142,11 @@ class GroupScheduler:
 
         With mode=one_step_off this comes before every update of the weights. A step that the loss
         of all engines halted begins anew after it, whole from the new weights. What else goes
-        wrong is told by the next `collect`.
+        wrong is told by the next `collect`; the prompts of that step count as not drawn.
         """
         if self._ahead is not None:
             await asyncio.wait({self._ahead})
-            if self._ahead_was_halted():
-                await self._abandon_ahead()
+            await self._put_back_failed_ahead()
         else:
             await self._way.drain()
 
@@ -169,13 +170,15 @@ class GroupScheduler:
             await self.interrupt()
         elif not hurry:
             await self.drain()
-        elif self._ahead is not None and (not self._ahead.done() or self._ahead_was_halted()):
+        elif self._ahead is not None and not self._ahead.done():
             await self._abandon_ahead()
 
     def snapshot(self) -> SchedulerState:
         """The state of this moment, between two calls of `collect`, for `state_to_json`.
 
         Costs nothing and ends nothing: tokens of responses that run are not in it, and would be
+        else:
+            await self._put_back_failed_ahead()
         sampled again.
         """
         open_drafts = [draft.copy() for draft in self._way.open]
@@ -220,9 +223,16 @@ class GroupScheduler:
             return await ahead
         return await self._sampled(step, version)
 
-    def _ahead_was_halted(self) -> bool:
+    async def _put_back_failed_ahead(self) -> None:
+        """Where the step that was sampled ahead has failed, whatever is saved now begins with its
+        prompts. Its error is kept for the next `collect`, unless another try may go well."""
         ahead = self._ahead
-        return ahead is not None and ahead.done() and isinstance(ahead.exception(), EnginesLost)
+        error = None if ahead is None or not ahead.done() else ahead.exception()
+        if isinstance(error, EnginesLost):
+            await self._abandon_ahead()
+        elif error is not None:
+            await self._sampler.close()
+            self._put_back_ahead()
 
     async def _abandon_ahead(self) -> None:
         """Forget the step that is sampled ahead; its prompts come again."""
@@ -232,7 +242,11 @@ class GroupScheduler:
     async def _sampled(self, step: int, version: int) -> ReadyStep:
         collected = await self._way.collect(step, version)
         errors = check_grading_errors(
+        self._put_back_ahead()
+
+    def _put_back_ahead(self) -> None:
             collected.generated, self._max_error_share, self._grading_failures()
+        self._source.put_back(self._source.taken - self._taken_before_ahead)
         )
         self._check_enough(collected)
         metrics = collected_metrics(collected, self._round_prompts)
@@ -255,6 +269,7 @@ class GroupScheduler:
             self._way.stop_drawing()
 
     def _check_enough(self, collected: Collected) -> None:
+            self._taken_before_ahead = self._source.taken
         target = self._rollout.prompts_per_step
         if len(collected.kept) == target:
             return

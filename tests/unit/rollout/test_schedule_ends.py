@@ -115,7 +115,7 @@ def test_what_is_there_when_time_is_over_may_train(sections: Sections) -> None:
 def test_a_response_that_a_step_had_no_time_to_wait_for_is_not_trained_on_too_late(
     sections: Sections,
 ) -> None:
-    world = World(target=4, slots=12, keep_rate=0.9, max_seconds=30.0, when_short="train")
+    world = World(target=4, slots=12, keep_rate=0.9, max_seconds=15.0, when_short="train")
     run = whole_run(replace(world, train_seconds=1.0), sections)
     lost = sum(
         step.metrics["filter/discarded_unfinished"] + step.metrics["filter/discarded_stale"]
@@ -403,3 +403,51 @@ def test_waiting_responses_over_the_limit_of_tokens_are_refused() -> None:
     told = rf"^rollout\.max_response_tokens={longest - 1}: .*at least {longest}, "
     with pytest.raises(DraftStateError, match=told):
         usable_state(state, shorter, sampling)
+
+
+FAILURES = {
+    "too few groups": (NotEnoughGroups, Reward(0.0, -1.0)),
+    "graders": (TooManyGradingErrors, Reward(None, 0.0)),
+    "a grader that is broken": (ZeroDivisionError, None),
+}
+
+
+@pytest.mark.parametrize("hurry", [False, True])
+@pytest.mark.parametrize("how", FAILURES)
+def test_prompts_of_a_step_that_failed_ahead_come_again_in_a_run_that_goes_on(
+    how: str, hurry: bool
+) -> None:
+    kind, verdict = FAILURES[how]
+    world = World(max_rounds=2, slots=6, first_wave=12, max_error_share=0.5)
+
+    async def run() -> tuple[Run, int, Run]:
+        first = Run(world, ONE_STEP_OFF)
+
+        async def failing(prompt: Prompt, response: Response) -> tuple[Response, Reward]:
+            if first.steps and verdict is None:
+                raise ZeroDivisionError("a broken grader")
+            if first.steps and verdict is not None:
+                return response, verdict
+            return await graded(prompt, response)
+
+        first = Run(world, ONE_STEP_OFF, grader=failing)
+        first.steps.append(await first.scheduler.collect(1, 0))
+        taken = first.order.taken
+        await asyncio.sleep(2000)
+        assert first.order.taken > taken or verdict is None
+        for _ in range(2):  # an update drains, and then a checkpoint settles
+            await first.scheduler.settle(hurry=hurry)
+            assert first.order.taken == taken
+        state = {"taken": first.order.taken, "sampling": first.scheduler.state_dict()}
+        assert state["sampling"]["ahead"] is None  # type: ignore[index]
+        with pytest.raises(kind):
+            await first.scheduler.collect(2, 1)
+        second = Run(world, ONE_STEP_OFF, json.loads(json.dumps(state)))
+        await second.train(first=2, last=2)
+        await second.scheduler.close()
+        return first, taken, second
+
+    first, taken, second = simulate(run())
+    assert first.order.taken == taken
+    first_of_second = second.steps[0].generated[0].prompt
+    assert first_of_second == first.order.prompts[taken % len(first.order.prompts)]
