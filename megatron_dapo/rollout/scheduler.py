@@ -172,13 +172,13 @@ class GroupScheduler:
             await self.drain()
         elif self._ahead is not None and not self._ahead.done():
             await self._abandon_ahead()
+        else:
+            await self._put_back_failed_ahead()
 
     def snapshot(self) -> SchedulerState:
         """The state of this moment, between two calls of `collect`, for `state_to_json`.
 
         Costs nothing and ends nothing: tokens of responses that run are not in it, and would be
-        else:
-            await self._put_back_failed_ahead()
         sampled again.
         """
         open_drafts = [draft.copy() for draft in self._way.open]
@@ -237,16 +237,16 @@ class GroupScheduler:
     async def _abandon_ahead(self) -> None:
         """Forget the step that is sampled ahead; its prompts come again."""
         await self.close()
+        self._put_back_ahead()
+
+    def _put_back_ahead(self) -> None:
         self._way.abandon()
+        self._source.put_back(self._source.taken - self._taken_before_ahead)
 
     async def _sampled(self, step: int, version: int) -> ReadyStep:
         collected = await self._way.collect(step, version)
         errors = check_grading_errors(
-        self._put_back_ahead()
-
-    def _put_back_ahead(self) -> None:
             collected.generated, self._max_error_share, self._grading_failures()
-        self._source.put_back(self._source.taken - self._taken_before_ahead)
         )
         self._check_enough(collected)
         metrics = collected_metrics(collected, self._round_prompts)
@@ -264,12 +264,12 @@ class GroupScheduler:
         """With `step` handed out: what may be sampled meanwhile."""
         over = self._last_step is not None and step >= self._last_step
         if self._rollout.mode == "one_step_off" and not over:
+            self._taken_before_ahead = self._source.taken
             self._ahead = asyncio.ensure_future(self._sampled(step + 1, version))
         if isinstance(self._way, Streaming) and over:
             self._way.stop_drawing()
 
     def _check_enough(self, collected: Collected) -> None:
-            self._taken_before_ahead = self._source.taken
         target = self._rollout.prompts_per_step
         if len(collected.kept) == target:
             return
