@@ -17,6 +17,7 @@ from megatron_dapo import device
 from megatron_dapo.batch.packing import pack_for_rank
 from megatron_dapo.batch.rollout_batch import from_tensors
 from megatron_dapo.config import RunConfig
+from megatron_dapo.config.resharding_checks import VLLM_BACKENDS
 from megatron_dapo.parallel.collectives import broadcast_tensors, raise_together
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.stop import on_any_rank
@@ -159,7 +160,7 @@ class EngineWeights:
         """Return when weights could not be sent because an engine was lost; else raise."""
         lost = self._by_rank_0(lambda rollouts: rollouts.abandon_update())
         # vLLM's own backends may still be waiting in a thread that nothing ends.
-        restartable = not self._config.resharding.transport.startswith("vllm_")
+        restartable = self._config.resharding.transport not in VLLM_BACKENDS
         if not on_any_rank(bool(lost) and restartable, self._parallel.control_group):
             raise failure
         logger.warning("the weights are sent again once all engines are back: %s", failure)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from megatron_dapo.config.redact import redact_text
+from megatron_dapo.config.resharding_checks import MEETS_ON_LOOPBACK
 from megatron_dapo.config.schema import RunConfig
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
@@ -64,7 +65,7 @@ def _engine_node_problems(config: RunConfig) -> Iterator[str]:
         )
     if rollout.placement == "colocated":
         yield f"{seen}: needs rollout.placement=disaggregated, it is colocated."
-    if config.resharding.transport in ("vllm_nccl", "vllm_nccl_m2n"):
+    if config.resharding.transport in MEETS_ON_LOOPBACK:
         yield (
             f"{seen}: resharding.transport={config.resharding.transport} meets on 127.0.0.1. Use "
             "files (run_dir must lie on a shared file system) or nccl."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_dapo.config.heldout import heldout_paths
-from megatron_dapo.config.resharding_checks import MEETS_ON_LOOPBACK, WITHOUT_DIGESTS
+from megatron_dapo.config.resharding_checks import MEETS_ON_LOOPBACK, VLLM_BACKENDS
 from megatron_dapo.config.schema import RunConfig
 
 
@@ -46,7 +46,7 @@ def _unguarded_transport(config: RunConfig) -> Iterator[str]:
     """What a user of vLLM's own backends takes upon himself."""
     transport = config.resharding.transport
     seen = f"resharding.transport={transport}"
-    if transport in WITHOUT_DIGESTS and config.resharding.verify_digests:
+    if transport in VLLM_BACKENDS and config.resharding.verify_digests:
         yield (
             f"{seen} brings no digests: resharding.verify_digests is not read, and only the probe "
             "shows whether the engines hold the policy."

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from megatron_dapo.config.model_shape import ModelShape
 from megatron_dapo.config.schema import ReshardingConfig, RunConfig
 
-NEEDS_CUDA = ("nccl", "cuda_ipc", "vllm_nccl", "vllm_ipc", "vllm_nccl_m2n")
+VllmBackend = Literal["nccl", "ipc", "nccl_m2n"]
+VLLM_BACKENDS: Mapping[str, VllmBackend] = {
+    "vllm_nccl": "nccl",
+    "vllm_ipc": "ipc",
+    "vllm_nccl_m2n": "nccl_m2n",
+}
+"""vLLM's own backends: `resharding.transport` -> what vLLM calls it. They move full tensors or
+shards, not messages of the plan, and bring nothing to compare afterwards."""
+NEEDS_CUDA = ("nccl", "cuda_ipc", *VLLM_BACKENDS)
 SHARES_DEVICES = ("cuda_ipc", "vllm_ipc")
 """Trainer and engine work on the same GPUs."""
 OWN_DEVICES = ("nccl", "vllm_nccl", "vllm_nccl_m2n")
 """NCCL takes no two ranks on one GPU."""
 MEETS_ON_LOOPBACK = ("vllm_nccl", "vllm_nccl_m2n")
 """Trainers and engines meet at a port of 127.0.0.1 that vLLM does not guard."""
-WITHOUT_DIGESTS = ("vllm_nccl", "vllm_ipc", "vllm_nccl_m2n")
-"""vLLM's own backends: full tensors or shards, and nothing to compare afterwards."""
 FP8_BLOCK = 128
 M2N_MOST_SOURCES = 16
 """Trainer ranks that one engine rank may take a tensor from (a limit of NCCL's reshard)."""
@@ -50,7 +56,7 @@ def resharding_problems(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             f"resharding.probe_tolerance={settings.probe_tolerance}: not read with "
             f"resharding.probe_tokens=0. Leave it out, or set probe_tokens={default.probe_tokens}."
         )
-    if settings.probe_tokens == 0 and settings.transport in WITHOUT_DIGESTS:
+    if settings.probe_tokens == 0 and settings.transport in VLLM_BACKENDS:
         yield (
             f"resharding.probe_tokens=0: resharding.transport={settings.transport} brings no "
             "digests, so nothing would show that the engines hold the policy. Set probe_tokens="

@@ -54,6 +54,7 @@ from megatron_dapo.resharding.private_directory import SHARED_MEMORY, PrivateDir
 from megatron_dapo.resharding.train_map import TrainLayout
 from megatron_dapo.resharding.transport import (
     FAILURES,
+    LEADER,
     POLL_SECONDS,
     EngineFailure,
     InitInfo,
@@ -67,8 +68,6 @@ if TYPE_CHECKING:
 
 GRACE_SECONDS = 5.0
 """In which an engine that left a transfer says why."""
-LEADER = 0
-"""Global rank that makes the directory and talks to the engines."""
 
 
 class Bridge:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from transformers import PretrainedConfig
 
-from megatron_dapo.config.resharding_checks import chosen_transport
+from megatron_dapo.config.resharding_checks import VLLM_BACKENDS
 from megatron_dapo.config.schema import RunConfig
-from megatron_dapo.device import current
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.bridge import Bridge
 from megatron_dapo.resharding.free_space import check_free_space
@@ -81,13 +80,13 @@ def open_bridge(
             file system that is too small for the weights.
         RuntimeError: a rank does not see the directory of the weights.
     """
-    kind: Literal["cpu", "cuda"] = "cuda" if current().type == "cuda" else "cpu"
-    transport = chosen_transport(config, kind)
-    if transport not in ("vllm_nccl", "vllm_ipc", "vllm_nccl_m2n"):
-        bridge = Bridge.open(config, chunks, hf_config, parallel, failure=failure)
-        if transport == "files":
-            check_free_space(bridge.directory, bridge.plan)
-        return bridge
-    from megatron_dapo.resharding.vllm_bridge import VllmBridge
+    if config.resharding.transport in VLLM_BACKENDS:
+        from megatron_dapo.resharding.vllm_bridge import VllmBridge
 
-    return VllmBridge.open(config, chunks, hf_config, parallel, deliver=deliver, failure=failure)
+        return VllmBridge.open(
+            config, chunks, hf_config, parallel, deliver=deliver, failure=failure
+        )
+    bridge = Bridge.open(config, chunks, hf_config, parallel, failure=failure)
+    if bridge.transport == "files":
+        check_free_space(bridge.directory, bridge.plan)
+    return bridge

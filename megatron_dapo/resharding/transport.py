@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from megatron_dapo.resharding.messages import Outbox
 
 
+LEADER = 0
+"""Global rank that makes the directory and talks to the engines."""
 FAILURES = (OSError, RuntimeError, ValueError, MemoryError)
 """What packing and moving messages may raise on one rank, and all ranks must learn of."""
-
-
 CALLED_OFF = "called_off"
 """Note in the store of an engine and the trainers: why nobody needs to wait for the others."""
 POLL_SECONDS = 0.2

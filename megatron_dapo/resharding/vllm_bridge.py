@@ -11,11 +11,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,35 +31,28 @@ from vllm.distributed.weight_transfer.m2n_common import M2NParamMeta
 from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+from megatron_dapo.config.resharding_checks import VLLM_BACKENDS, VllmBackend
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.device import current
 from megatron_dapo.parallel.collectives import broadcast_tensors
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
+from megatron_dapo.resharding.meeting import LOOPBACK
 from megatron_dapo.resharding.messages import DTYPES
 from megatron_dapo.resharding.name_map import family_for
-from megatron_dapo.resharding.transport import POLL_SECONDS, EngineFailure
+from megatron_dapo.resharding.transport import LEADER, POLL_SECONDS, EngineFailure
 from megatron_dapo.resharding.vllm_client import Deliver, ToldEngines
 from megatron_dapo.resharding.vllm_source import PolicyShards, PolicySource
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
-Backend = Literal["nccl", "ipc", "nccl_m2n"]
-BACKENDS: Mapping[str, Backend] = {
-    "vllm_nccl": "nccl",
-    "vllm_ipc": "ipc",
-    "vllm_nccl_m2n": "nccl_m2n",
-}
-"""`resharding.transport` -> vLLM's name of it."""
-LEADER = 0
-LOOPBACK = "127.0.0.1"
 PACKED_BUFFERS = 2
 
 
 @dataclass(frozen=True, eq=False)
-class Meeting:
-    """Engines that share a transfer group with the trainers."""
+class TransferGroup:
+    """Engines that share a process group with the trainers."""
 
     engines: tuple[int, ...]
     port: int
@@ -86,7 +79,7 @@ class VllmBridge:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: VllmBackend,
         source: WeightSource,
         parallel: ParallelContext,
         *,
@@ -102,8 +95,8 @@ class VllmBridge:
         self._workers, self._buffer_bytes = workers, buffer_bytes
         self._failure = failure
         self._everyone = tuple(range(engines))
-        self._meetings: dict[int, Meeting] = {}
-        self._senders: dict[Meeting, TrainerWeightTransferEngine] = {}
+        self._transfer_groups: dict[int, TransferGroup] = {}
+        self._senders: dict[TransferGroup, TrainerWeightTransferEngine] = {}
         self._version = -1
         self._meet(self._everyone)
 
@@ -123,7 +116,7 @@ class VllmBridge:
         Raises:
             ValueError: a layout that nccl_m2n cannot describe.
         """
-        backend = BACKENDS[config.resharding.transport]
+        backend = VLLM_BACKENDS[config.resharding.transport]
         layout, family = EngineLayout.from_config(config), family_for(hf_config)
         # Two buckets of the gather and two packed buffers are two buckets of the settings.
         half = config.resharding.bucket_mib * 2**19
@@ -156,14 +149,14 @@ class VllmBridge:
     def init_info(self, engine: int) -> dict[str, object]:
         """`init_info` of /init_weight_transfer_engine of one engine; rank 0's counts. Ask again
         after every `prepare` and `rejoin`: it names the place to meet."""
-        meeting = self._meetings[engine]
-        first = meeting.engines.index(engine) * self._workers
-        return self._worker_init(meeting, first)
+        transfer_group = self._transfer_groups[engine]
+        first = transfer_group.engines.index(engine) * self._workers
+        return self._worker_init(transfer_group, first)
 
     def prepare(self, version: int) -> dict[str, object]:
         """`update_info` of /update_weights, the same for all engines."""
         self._version = version
-        if len(set(self._meetings.values())) > 1:
+        if len(set(self._transfer_groups.values())) > 1:
             self._meet(self._everyone)
         return self.payload()
 
@@ -192,10 +185,10 @@ class VllmBridge:
         if version != self._version:
             raise RuntimeError(f"version {version} is to be sent, {self._version} was prepared")
         chosen = self._everyone if engines is None else tuple(engines)
-        for meeting in dict.fromkeys(self._meetings[engine] for engine in chosen):
-            port = {"port": torch.tensor(meeting.port)} if self._leads else None
+        for transfer_group in dict.fromkeys(self._transfer_groups[engine] for engine in chosen):
+            port = {"port": torch.tensor(transfer_group.port)} if self._leads else None
             shared = broadcast_tensors(port, src_rank=LEADER, group=self._parallel.control_group)
-            transfer = partial(self._transfer, meeting, int(shared["port"]))
+            transfer = partial(self._transfer, transfer_group, int(shared["port"]))
             self._agree(_within(self._timeout, transfer, self._failure))
 
     def _agree(self, failure: RuntimeError | None) -> None:
@@ -223,8 +216,8 @@ class VllmBridge:
 
     def close(self) -> None:
         """Leave all groups; may be called twice. Local."""
-        for meeting in list(self._senders):
-            self._senders.pop(meeting).shutdown()
+        for transfer_group in list(self._senders):
+            self._senders.pop(transfer_group).shutdown()
 
     @property
     def staging_bytes(self) -> int:
@@ -240,31 +233,31 @@ class VllmBridge:
     def _meet(self, engines: tuple[int, ...]) -> None:
         """Give these engines a new place; groups that they alone were in are left."""
         port = _free_port() if self._leads and self.backend != "ipc" else 0
-        meeting = Meeting(engines, port)
-        self._meetings |= dict.fromkeys(engines, meeting)
-        for old in [old for old in self._senders if old not in self._meetings.values()]:
+        transfer_group = TransferGroup(engines, port)
+        self._transfer_groups |= dict.fromkeys(engines, transfer_group)
+        for old in [old for old in self._senders if old not in self._transfer_groups.values()]:
             self._senders.pop(old).shutdown()
 
-    def _transfer(self, meeting: Meeting, port: int) -> None:
-        if meeting not in self._senders:
+    def _transfer(self, transfer_group: TransferGroup, port: int) -> None:
+        if transfer_group not in self._senders:
             told = None
             if self._leads:
-                told = self._worker_init(meeting, 0), self.payload()
-            self._senders[meeting] = WeightTransferTrainerFactory.trainer_init(
-                self._trainer_init(meeting, port),
+                told = self._worker_init(transfer_group, 0), self.payload()
+            self._senders[transfer_group] = WeightTransferTrainerFactory.trainer_init(
+                self._trainer_init(transfer_group, port),
                 client=ToldEngines(told, self._deliver),
                 source=self.source,
             )
-        self._senders[meeting].send_weights()
+        self._senders[transfer_group].send_weights()
 
     def _first_worker(self) -> int:
         """Rank of the first engine's first worker: after the trainers that take part."""
         return self._parallel.world_size if self.backend == "nccl_m2n" else 1
 
-    def _group_size(self, meeting: Meeting) -> int:
-        return self._first_worker() + len(meeting.engines) * self._workers
+    def _group_size(self, transfer_group: TransferGroup) -> int:
+        return self._first_worker() + len(transfer_group.engines) * self._workers
 
-    def _worker_init(self, meeting: Meeting, first: int) -> dict[str, object]:
+    def _worker_init(self, transfer_group: TransferGroup, first: int) -> dict[str, object]:
         """What vLLM's worker-side engine is initialised with.
 
         Args:
@@ -272,33 +265,33 @@ class VllmBridge:
         """
         if self.backend == "ipc":
             return {"packed": True}
-        group: dict[str, object] = {
+        place: dict[str, object] = {
             "master_address": LOOPBACK,
-            "master_port": meeting.port,
+            "master_port": transfer_group.port,
             "rank_offset": self._first_worker() + first,
-            "world_size": self._group_size(meeting),
+            "world_size": self._group_size(transfer_group),
         }
         if self.backend == "nccl":
-            return group | {
+            return place | {
                 "packed": True,
                 "packed_buffer_size_bytes": self._buffer_bytes,
                 "packed_num_buffers": PACKED_BUFFERS,
             }
         assert isinstance(self.source, PolicyShards), "nccl_m2n sends shards"
         metas = [meta for meta in self.source.metadata() if isinstance(meta, M2NParamMeta)]
-        return group | {
+        return place | {
             "src_mesh_dims": list(self.source.mesh().dims),
-            "dst_mesh_dims": list(self._destination_mesh(meeting)),
+            "dst_mesh_dims": list(self._destination_mesh(transfer_group)),
             "names": [meta.name for meta in metas],
             "dtype_names": [_dtype_name(meta.dtype) for meta in metas],
             "shapes": [list(meta.shape) for meta in metas],
             "src_placements": [m.placements and list(m.placements) for m in metas],
         }
 
-    def _destination_mesh(self, meeting: Meeting) -> tuple[int, int]:
-        return len(meeting.engines), self._workers
+    def _destination_mesh(self, transfer_group: TransferGroup) -> tuple[int, int]:
+        return len(transfer_group.engines), self._workers
 
-    def _trainer_init(self, meeting: Meeting, port: int) -> TrainerInitInfo:
+    def _trainer_init(self, transfer_group: TransferGroup, port: int) -> TrainerInitInfo:
         rank = self._parallel.rank
         if self.backend == "ipc":
             return IPCTrainerInitInfo(
@@ -309,7 +302,7 @@ class VllmBridge:
                 rank=rank,
                 master_address=LOOPBACK,
                 master_port=port,
-                world_size=self._group_size(meeting),
+                world_size=self._group_size(transfer_group),
                 packed=True,
                 packed_buffer_size_bytes=self._buffer_bytes,
                 packed_num_buffers=PACKED_BUFFERS,
@@ -318,9 +311,9 @@ class VllmBridge:
             rank=rank,
             master_address=LOOPBACK,
             master_port=port,
-            world_size=self._group_size(meeting),
+            world_size=self._group_size(transfer_group),
             num_trainer_ranks=self._parallel.world_size,
-            dst_mesh_dims=self._destination_mesh(meeting),
+            dst_mesh_dims=self._destination_mesh(transfer_group),
         )
 
 

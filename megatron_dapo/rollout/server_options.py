@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
+from megatron_dapo.config.resharding_checks import VLLM_BACKENDS
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.rollout.token_guard import TOKEN_FILE
 
@@ -18,8 +19,6 @@ BACKEND = "megatron_dapo"
 """Weight-transfer backend, registered on the engine's side by our plug-in."""
 WORKER_EXTENSION = "megatron_dapo.resharding.vllm_worker.WeightReports"
 """What /collective_rpc can ask of a worker beside vLLM's own methods."""
-VLLM_BACKENDS = {"vllm_nccl": "nccl", "vllm_ipc": "ipc", "vllm_nccl_m2n": "nccl_m2n"}
-"""`resharding.transport` -> backend of vLLM's own that the engine takes weights by."""
 GUARD = "megatron_dapo.rollout.token_guard.TokenGuard"
 """Before every route of a server with a port."""
 FP8_BLOCKS = {
