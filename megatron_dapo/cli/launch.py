@@ -61,8 +61,14 @@ def launch_training(config: RunConfig) -> int:
 @contextlib.contextmanager
 def _sole_run(run_dir: Path, logs: Path) -> Iterator[None]:
     """Two runs would write into the same checkpoints; the kernel frees the lock with its holder."""
-    logs.mkdir(parents=True, exist_ok=True)
-    with (logs / LOCK_FILE).open("a") as lock:
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        opened = (logs / LOCK_FILE).open("a")
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={run_dir}: cannot be written: {error}. Choose another run_dir."
+        ) from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

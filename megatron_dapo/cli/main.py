@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_dapo.config import ConfigError, check_run, load_config
 from megatron_dapo.config.errors import EXIT_CONFIG
+from megatron_dapo.config.run_dir_checks import run_dir_problems
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -154,6 +155,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _require_empty(run_dir: Path) -> None:
+    if problems := list(run_dir_problems(run_dir)):
+        raise ConfigError(problems)
     if run_dir.is_dir() and any(run_dir.iterdir()):
         found = ", ".join(sorted(path.name for path in run_dir.iterdir())[:5])
         raise ConfigError(

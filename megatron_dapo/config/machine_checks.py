@@ -12,6 +12,7 @@ from megatron_dapo.config.checks import check_config
 from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.heldout import heldout_paths
 from megatron_dapo.config.model_shape import read_hf_config
+from megatron_dapo.config.run_dir_checks import run_dir_problems
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.config.versions import package_version
 from megatron_dapo.config.weight_files import INDEX_FILE, read_header
@@ -58,7 +59,7 @@ def machine_problems(config: RunConfig) -> Iterator[str]:
     yield from weight_problems(config.model.path)
     yield from _file_problems(config)
     yield from _package_problems(config)
-    yield from _run_dir_problems(config.run_dir)
+    yield from run_dir_problems(config.run_dir)
 
 
 def _device_problems(config: RunConfig) -> Iterator[str]:
@@ -146,12 +147,3 @@ def _package_problems(config: RunConfig) -> Iterator[str]:
                 f"{key}=true: {module} is not installed. Install 'megatron_dapo[{module}]', or "
                 f"set {key}=false."
             )
-
-
-def _run_dir_problems(run_dir: Path) -> Iterator[str]:
-    if run_dir.exists() and not run_dir.is_dir():
-        yield f"run_dir={run_dir}: is a file; must be a folder or not exist yet."
-        return
-    parent = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        yield f"run_dir={run_dir}: {parent} is not a folder that can be written. Choose another."
