@@ -1,12 +1,12 @@
 """What each way of scheduling rollouts costs, on simulated engines: tokens, idle time, staleness.
 
-    python -m benchmarks.rollout_modes [--out build/benchmarks]
+    python -m benchmarks.rollout_modes [--out build/benchmarks] [--share 8]
 
 The product's scheduler fills steps of 512 groups of 16 responses from 64 engines, in each of its
-modes; `reference` is the published recipe (whole waves of three times 512 prompts, surplus groups
-discarded). Time is simulated, so every figure is exact and the same on any machine. The sweep over
-keep rates runs at an eighth of the size. Writes rollout_modes.json and rollout_modes.png. Exit
-status 1: a bar of `failures` is missed.
+modes and at several keep rates; `reference` is the published recipe (whole waves of three times
+512 prompts, surplus groups discarded). Time is simulated, so every figure is exact and the same on
+any machine. Writes rollout_modes.json and rollout_modes.png, and prints Markdown. Exit status 1: a
+bar of `failures` is missed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import gc
 import json
 import math
 import multiprocessing
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from benchmarks.simulated_engines import decode, grade
 from benchmarks.simulated_loop import simulate
 from benchmarks.simulated_run import (
     Account,
+    Brought,
     ReferenceSampler,
     Scenario,
     SimulatedFleet,
@@ -40,27 +42,37 @@ from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.data.prompts import PromptSet, PromptStream
 from megatron_dapo.data.selection import PromptReport
 from megatron_dapo.rollout.scheduler import GroupScheduler
-from megatron_dapo.types import Group, Prompt, Response, Reward
+from megatron_dapo.types import Prompt, Response, Reward
 
-KEEP_RATES = (0.2, 0.35, 0.9)
+KEEP_RATES = (0.2, 0.35, 0.5, 0.7, 0.9)
 MAIN_RATE = 0.5
-SWEEP_SHARE = 8
+SEEDS = 5
+"""Runs of `reference` and `carry + continue` at the main keep rate; all else runs once."""
 STOP_TOKEN_IDS = (2,)
+MOST_WASTED = 0.01
+"""Share of tokens that carry + continue may waste, at any keep rate."""
 LEAST_SAVING = 1.5
-"""Tokens a trained token, reference over carry + continue, at a keep rate of a half."""
-ROUNDING = 0.02
-"""The saving can at best be 3 x keep rate = 1.5: what chance does to that is allowed."""
+"""Tokens a trained token, reference over carry + continue, at a keep rate of a half. It is also the
+most that there is: a wave of three targets, over the two that half a keep rate costs."""
+
+MOST_BIAS = 0.05
+"""How far the mean length of trained responses may be from that of all worth training on."""
+WAVES = (1, 2, 3, 4)
+NEVER = 1e-9
+"""A chance that is none."""
 
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to schedule rollouts. Without any settings it is the reference."""
+    """A way to schedule rollouts."""
 
     name: str
     rollout: Mapping[str, object] = field(default_factory=dict)
     sampling: Mapping[str, object] = field(default_factory=dict)
+    wave: int | None = None
+    """Of the reference: prompts of a wave, in targets."""
 
     @property
     def asynchronous(self) -> bool:
@@ -75,7 +87,7 @@ class Mode:
         return int(carries or self.rollout.get("mode") == "one_step_off")
 
 
-REFERENCE = Mode("reference")
+REFERENCE = Mode("reference", wave=3)
 CONTINUE = Mode("carry + continue", sampling={"surplus": "carry", "unfinished": "continue"})
 MODES = (
     REFERENCE,
@@ -100,6 +112,7 @@ class Outcome:
 
     mode: str
     keep_rate: float
+    seed: int
     account: Account
     cpu_seconds: float
 
@@ -152,21 +165,22 @@ class ProductSampler:
             seed=scenario.seed,
             stop_token_ids=STOP_TOKEN_IDS,
             capacity=fleet.capacity,
+            last_step=scenario.steps,
         )
 
-    async def collect(self, step: int, policy_version: int) -> Sequence[Group]:
+    async def collect(self, step: int, policy_version: int) -> Brought:
         rollout = await self.scheduler.collect(step, policy_version)
         self.metrics.append(rollout.metrics)
-        return rollout.groups
+        return Brought(rollout.groups, rollout.generated)
 
 
 async def run_mode(scenario: Scenario, mode: Mode) -> tuple[list[StepRecord], list[Metrics]]:
     """All steps of a run, and what the scheduler itself says of them ([] for the reference)."""
     fleet = SimulatedFleet(scenario, keep_in_flight=mode.asynchronous)
     try:
-        if mode == REFERENCE:
+        if mode.wave is not None:
             take = prompt_stream(scenario.prompts, scenario.seed).take
-            reference = ReferenceSampler(scenario, fleet.generate, take)
+            reference = ReferenceSampler(scenario, fleet.generate, take, mode.wave)
             return await train(reference, fleet, scenario), []
         product = ProductSampler(scenario, mode, fleet)
         drain = None if mode.asynchronous else product.scheduler.drain
@@ -185,7 +199,8 @@ def outcome(scenario: Scenario, mode: Mode) -> Outcome:
     started = time.process_time()
     records, _ = simulate(run_mode(scenario, mode))
     figures = account(records, scenario)
-    return Outcome(mode.name, scenario.keep_rate, figures, time.process_time() - started)
+    seconds = time.process_time() - started
+    return Outcome(mode.name, scenario.keep_rate, scenario.seed, figures, seconds)
 
 
 def scenario_figures(scenario: Scenario) -> dict[str, object]:
@@ -217,27 +232,96 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def failures(outcomes: Mapping[str, Account]) -> list[str]:
-    """Which bars are missed at the main keep rate."""
-    found = []
-    saving = (
-        outcomes[REFERENCE.name].generated_per_trained
-        / outcomes[CONTINUE.name].generated_per_trained
+def savings(outcomes: Sequence[Outcome]) -> list[float]:
+    """Tokens a trained token, reference over carry + continue, seed by seed, at the main rate."""
+    tokens = {
+        (one.mode, one.seed): one.account.generated_per_trained
+        for one in outcomes
+        if one.keep_rate == MAIN_RATE
+    }
+    return [
+        found / tokens[CONTINUE.name, seed]
+        for (mode, seed), found in tokens.items()
+        if mode == REFERENCE.name
+    ]
+
+
+def in_words(values: Sequence[float]) -> str:
+    """Mean, spread and range of the savings."""
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return (
+        f"{statistics.fmean(values):.3f}, standard deviation {spread:.3f} of {len(values)} runs, "
+        f"{min(values):.3f} to {max(values):.3f}"
     )
-    if saving < LEAST_SAVING - ROUNDING:
+
+
+def whole_waves(keep_rate: float, wave: int, target: int) -> float:
+    """Tokens that the reference samples for a trained one, to be expected: no simulation.
+
+    Lengths have nothing to do with the answer, so tokens are as groups, and a step takes another
+    wave as long as the waves before have brought fewer than `target` mixed groups.
+
+    Args:
+        wave: prompts of a wave, in targets.
+        target: prompts of a step.
+    """
+    log_keep, log_drop = math.log(keep_rate), math.log1p(-keep_rate)
+    expected, prompts = 0.0, 0
+    while True:
+        short = math.fsum(
+            math.exp(
+                math.lgamma(prompts + 1)
+                - math.lgamma(mixed + 1)
+                - math.lgamma(prompts - mixed + 1)
+                + mixed * log_keep
+                + (prompts - mixed) * log_drop
+            )
+            for mixed in range(min(target, prompts + 1))
+        )
+        if short < NEVER:
+            return wave * expected
+        expected += short
+        prompts += wave * target
+
+
+def waves_table(wasted: Mapping[float, float], target: int) -> str:
+    """What a reference with other waves costs, and over that of carry + continue, as Markdown.
+
+    Args:
+        wasted: keep rate -> share of tokens that carry + continue wastes there.
+    """
+    heads = " | ".join(f"waves of {wave} x" for wave in WAVES)
+    lines = [f"| keep rate | no waste | {heads} |", "|---|---|" + "---|" * len(WAVES)]
+    for rate, share in wasted.items():
+        costs = [whole_waves(rate, wave, target) for wave in WAVES]
+        cells = " | ".join(f"{cost:.2f}, {cost * rate * (1 - share):.2f}x" for cost in costs)
+        lines.append(f"| {rate} | {1 / rate:.2f} | {cells} |")
+    return "\n".join(lines)
+
+
+def failures(outcomes: Sequence[Outcome]) -> list[str]:
+    """Which bars are missed."""
+    found = []
+    most = {mode.name: mode.max_staleness for mode in MODES}
+    for one in outcomes:
+        a, where = one.account, f"{one.mode} at keep rate {one.keep_rate}"
+        if a.staleness_max > most[one.mode]:
+            found.append(f"{where} trains on tokens that are {a.staleness_max} versions old")
+        if abs(a.length_ratio - 1) > MOST_BIAS:
+            found.append(f"{where} trains on responses of {a.length_ratio:.3f} x the length")
+        if one.mode == CONTINUE.name and a.wasted_share > MOST_WASTED:
+            found.append(f"{where} wastes {a.wasted_share:.1%} of its tokens")
+    saving = statistics.fmean(savings(outcomes))
+    if saving < LEAST_SAVING * (1 - MOST_WASTED):
         found.append(f"{CONTINUE.name} saves {saving:.3f}x of the tokens, not {LEAST_SAVING}x")
+    idle = {one.mode: one.account.engines_idle for one in outcomes if one.keep_rate == MAIN_RATE}
     for mode in MODES:
-        a = outcomes[mode.name]
-        if a.staleness_max > mode.max_staleness:
-            found.append(f"{mode.name} trains on tokens that are {a.staleness_max} versions old")
-        if mode.asynchronous and a.engines_idle >= outcomes[CONTINUE.name].engines_idle:
-            found.append(f"{mode.name} leaves engines idle for {a.engines_idle:.0%}")
-        if abs(a.length_ratio - 1) > 0.05:
-            found.append(f"{mode.name} trains on responses of {a.length_ratio:.3f} x the length")
+        if mode.asynchronous and idle[mode.name] >= idle[CONTINUE.name]:
+            found.append(f"{mode.name} leaves engines idle for {idle[mode.name]:.0%}")
     return found
 
 
-def sized(keep_rate: float, *, share: int = 1) -> Scenario:
+def sized(keep_rate: float, *, share: int = 1, seed: int = 0) -> Scenario:
     """64 engines and 8,192 responses a step; or one part in `share` of everything, trainer too."""
     whole = Scenario()
     return dataclasses.replace(
@@ -246,6 +330,7 @@ def sized(keep_rate: float, *, share: int = 1) -> Scenario:
         prompts_per_step=whole.prompts_per_step // share,
         train_seconds_per_token=share * whole.train_seconds_per_token,
         keep_rate=keep_rate,
+        seed=seed,
     )
 
 
@@ -263,31 +348,43 @@ def outcomes_of(jobs: Sequence[tuple[Scenario, Mode]]) -> list[Outcome]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    out = parser.parse_args().out
-    jobs = [(sized(MAIN_RATE), mode) for mode in MODES]
-    jobs += [(sized(rate, share=SWEEP_SHARE), mode) for rate in KEEP_RATES for mode in MODES]
+    parser.add_argument("--share", type=int, default=1, help="one part in so many of the size")
+    arguments = parser.parse_args()
+    out, share = arguments.out, arguments.share
+    jobs = [(sized(rate, share=share), mode) for rate in KEEP_RATES for mode in MODES]
+    jobs += [
+        (sized(MAIN_RATE, share=share, seed=seed), mode)
+        for seed in range(1, SEEDS)
+        for mode in (REFERENCE, CONTINUE)
+    ]
     found = outcomes_of(jobs)
-    whole, sweep = found[: len(MODES)], found[len(MODES) :]
-    sys.stdout.write(f"keep rate {MAIN_RATE}, 64 engines, 8,192 responses\n{table(whole)}\n")
-    for first in range(0, len(sweep), len(MODES)):
-        rows = sweep[first : first + len(MODES)]
-        sys.stdout.write(
-            f"\nkeep rate {rows[0].keep_rate}, 1/{SWEEP_SHARE} of the size\n{table(rows)}\n"
-        )
+    sweep = found[: len(KEEP_RATES) * len(MODES)]
     out.mkdir(parents=True, exist_ok=True)
     figures = {
-        "scenario": scenario_figures(sized(MAIN_RATE)),
-        "sweep_share": SWEEP_SHARE,
-        "main": [dataclasses.asdict(one) for one in whole],
-        "sweep": [dataclasses.asdict(one) for one in sweep],
+        "scenario": scenario_figures(sized(MAIN_RATE, share=share)),
+        "outcomes": [dataclasses.asdict(one) for one in found],
     }
     (out / "rollout_modes.json").write_text(json.dumps(figures, indent=1) + "\n")
-    draw(whole, [*whole, *sweep], out / "rollout_modes.png")
+    main_rows = [one for one in sweep if one.keep_rate == MAIN_RATE]
+    draw(main_rows, sweep, out / "rollout_modes.png")
+    missed = failures(found)
+    sys.stdout.write(report(found, sweep, sized(MAIN_RATE, share=share).prompts_per_step))
     seconds = math.fsum(one.cpu_seconds for one in found)
     sys.stdout.write(f"\nwritten to {out}; {seconds:.0f} CPU seconds\n")
-    missed = failures({one.mode: one.account for one in whole})
     sys.stdout.writelines(f"MISSED: {line}\n" for line in missed)
     return 1 if missed else 0
+
+
+def report(found: Sequence[Outcome], sweep: Sequence[Outcome], target: int) -> str:
+    """Everything that was found, as Markdown."""
+    text = []
+    for first in range(0, len(sweep), len(MODES)):
+        rows = sweep[first : first + len(MODES)]
+        text.append(f"keep rate {rows[0].keep_rate}\n\n{table(rows)}\n\n")
+    wasted = {one.keep_rate: one.account.wasted_share for one in sweep if one.mode == CONTINUE.name}
+    text.append(f"whole waves of other sizes\n\n{waves_table(wasted, target)}\n\n")
+    text.append(f"tokens saved at keep rate {MAIN_RATE}: {in_words(savings(found))}\n")
+    return "".join(text)
 
 
 if __name__ == "__main__":

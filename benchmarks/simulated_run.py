@@ -6,7 +6,7 @@ import asyncio
 import math
 import operator
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, Protocol
@@ -52,9 +52,11 @@ class Scenario:
     train_seconds_per_token: float = 1e-5
     """Of the whole trainer, old log-probs included."""
     update_seconds: float = 10.0
-    steps: int = 7
-    warm_up_steps: int = 2
-    """First steps that the account leaves out: pipelines fill, and keep rates are learnt."""
+    steps: int = 14
+    warm_up_steps: int = 4
+    """First steps, that the account of time leaves out: pipelines fill, keep rates are learnt."""
+    last_steps: int = 4
+    """That it leaves out, too: what waits is used up, and nothing is sampled ahead any more."""
     seed: int = 0
     speed: SpeedLaw = field(default_factory=SpeedLaw)
     lengths: LengthLaw = field(default_factory=LengthLaw)
@@ -68,8 +70,8 @@ class Scenario:
 
     @cached_property
     def prompts(self) -> tuple[Prompt, ...]:
-        """As many as the steps of the account need without any waste."""
-        number = round((self.steps - self.warm_up_steps) * self.prompts_per_step / self.keep_rate)
+        """As many as all steps need without any waste."""
+        number = round(self.steps * self.prompts_per_step / self.keep_rate)
         return simulated_prompts(number, self.keep_rate, self.group_size, self.lengths, self.seed)
 
     @cached_property
@@ -80,7 +82,6 @@ class Scenario:
         trained = math.fsum(map(operator.mul, mixed, tokens))
         return Expected(
             keep_rate=math.fsum(mixed) / len(mixed),
-            generated_per_trained=math.fsum(tokens) / trained,
             trained_tokens=trained / math.fsum(mixed),
         )
 
@@ -98,8 +99,6 @@ class Expected:
     """Of a rule without waste and without preferences."""
 
     keep_rate: float
-    generated_per_trained: float
-    """Tokens: groups without signal must be sampled, too."""
     trained_tokens: float
     """Mean length of a trained response."""
 
@@ -168,12 +167,25 @@ class SimulatedFleet:
 
 
 @dataclass(frozen=True)
+class Brought:
+    """What a step was filled with."""
+
+    groups: Sequence[Group]
+    """To train on."""
+    generated: Sequence[Group]
+    """Complete groups that were looked at for it, and for no step before it."""
+
+
+@dataclass(frozen=True)
 class StepRecord:
     """One step of a simulated run, from its first wait to the end of its weight update."""
 
     seconds: float
     train_seconds: float
     trained_tokens: int
+    read_tokens: int
+    """Of all complete groups that were looked at, and `mixed_tokens` of those worth training on."""
+    mixed_tokens: int
     decoded_tokens: float
     slot_seconds: float
     lengths: tuple[int, ...]
@@ -186,7 +198,7 @@ class StepRecord:
 class Sampler(Protocol):
     """Who brings the groups of a step."""
 
-    async def collect(self, step: int, policy_version: int) -> Sequence[Group]: ...
+    async def collect(self, step: int, policy_version: int) -> Brought: ...
 
 
 async def train(
@@ -201,7 +213,8 @@ async def train(
     for step in range(1, scenario.steps + 1):
         started, version = loop.time(), step - 1
         decoded, slots = fleet.decoded_tokens(), fleet.slot_seconds()
-        groups = tuple(await sampler.collect(step, version))
+        brought = await sampler.collect(step, version)
+        groups = tuple(brought.groups)
         responses = [response for group in groups for response in group.responses]
         lengths = tuple(BLOCK * len(response.token_ids) for response in responses)
         train_seconds = sum(lengths) * scenario.train_seconds_per_token
@@ -214,6 +227,8 @@ async def train(
                 seconds=loop.time() - started,
                 train_seconds=train_seconds,
                 trained_tokens=sum(lengths),
+                read_tokens=tokens_of(brought.generated),
+                mixed_tokens=tokens_of(group for group in brought.generated if group.mixed),
                 decoded_tokens=fleet.decoded_tokens() - decoded,
                 slot_seconds=fleet.slot_seconds() - slots,
                 lengths=lengths,
@@ -224,69 +239,92 @@ async def train(
     return records
 
 
+def tokens_of(groups: Iterable[Group]) -> int:
+    """Of all responses."""
+    return BLOCK * sum(len(response.token_ids) for group in groups for response in group.responses)
+
+
 @dataclass(frozen=True)
 class Account:
-    """What a mode costs and brings, over the steps after the warm-up."""
+    """What a mode costs and brings.
 
-    step_seconds: float
+    Tokens are those of the whole run: what its first step overdraws counts, and what its last one
+    leaves behind. Times and ages are those of the steps between `Scenario.warm_up_steps` and
+    `last_steps`.
+    """
+
     generated_per_trained: float
     """Tokens that engines sampled for each token that was trained on."""
     wasted_share: float
-    """Of the sampled tokens: what was sampled beyond trained groups and those without signal."""
+    """Of the sampled tokens: neither trained on, nor of groups without signal that had to be
+    looked at to find as many. At the keep rate, in tokens, that this very run has met."""
+    step_seconds: float
     engines_idle: float
     """Share of slot time without a sequence that is being sampled."""
     trainer_idle: float
     length_ratio: float
-    """Mean length of trained responses over that of all that are worth training on."""
+    """Mean length of trained responses, of the whole run, over that of all that are worth it."""
     staleness_mean: float
     staleness_max: int
+    """In the whole run."""
     staleness_histogram: dict[int, float]
     """Staleness -> share of trained responses."""
 
 
 def account(records: Sequence[StepRecord], scenario: Scenario) -> Account:
-    """Sums over the steps after `scenario.warm_up_steps`."""
-    used = records[scenario.warm_up_steps :]
+    """Sums over a whole run, and over its middle."""
+    trained = sum(record.trained_tokens for record in records)
+    decoded = math.fsum(record.decoded_tokens for record in records)
+    read = sum(record.read_tokens for record in records)
+    mixed = sum(record.mixed_tokens for record in records)
+    lengths = [length for record in records for length in record.lengths]
+    used = records[scenario.warm_up_steps : len(records) - scenario.last_steps]
     seconds = math.fsum(record.seconds for record in used)
-    trained = sum(record.trained_tokens for record in used)
-    decoded = math.fsum(record.decoded_tokens for record in used)
-    lengths = [length for record in used for length in record.lengths]
     staleness = Counter(stale for record in used for stale in record.staleness)
     number = staleness.total()
     slots = scenario.engines * scenario.slots * seconds
     return Account(
-        step_seconds=seconds / len(used),
         generated_per_trained=decoded / trained,
-        wasted_share=1 - trained * scenario.expected.generated_per_trained / decoded,
+        wasted_share=1 - trained * (read / mixed) / decoded,
+        step_seconds=seconds / len(used),
         engines_idle=1 - math.fsum(record.slot_seconds for record in used) / slots,
         trainer_idle=1 - math.fsum(record.train_seconds for record in used) / seconds,
         length_ratio=sum(lengths) / len(lengths) / scenario.expected.trained_tokens,
         staleness_mean=sum(k * n for k, n in staleness.items()) / number,
-        staleness_max=max(staleness),
+        staleness_max=max(max(record.staleness) for record in records),
         staleness_histogram={k: n / number for k, n in sorted(staleness.items())},
     )
 
 
 class ReferenceSampler:
-    """The published recipe: whole waves of three times the target, surplus groups discarded."""
+    """The published recipe: whole waves of prompts, surplus groups discarded.
 
-    def __init__(self, scenario: Scenario, generate: Generate, take: TakePrompts) -> None:
+    Args:
+        wave: prompts of a wave, in targets. 3 in the published run: 1,536 prompts for 512.
+    """
+
+    def __init__(
+        self, scenario: Scenario, generate: Generate, take: TakePrompts, wave: int
+    ) -> None:
+        self._wave = wave
         self._scenario = scenario
         self._generate = generate
         self._take = take
 
-    async def collect(self, step: int, policy_version: int) -> Sequence[Group]:
+    async def collect(self, step: int, policy_version: int) -> Brought:
         target = self._scenario.prompts_per_step
+        read: list[Group] = []
         mixed: list[Group] = []
         events = 0
         while len(mixed) < target:
-            prompts = self._take(3 * target)
+            prompts = self._take(self._wave * target)
             work = [
                 self._group(prompt, step, events + index) for index, prompt in enumerate(prompts)
             ]
             events += len(prompts)
-            mixed += [group for group in await gather_or_cancel(work) if group.mixed]
-        return mixed[:target]
+            read += await gather_or_cancel(work)
+            mixed = [group for group in read if group.mixed]
+        return Brought(mixed[:target], read)
 
     async def _group(self, prompt: Prompt, step: int, event: int) -> Group:
         work = [

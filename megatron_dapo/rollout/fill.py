@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from megatron_dapo.rollout.draft import Draft
-from megatron_dapo.rollout.keep_rate import KeepRate, missing_prompts
+from megatron_dapo.rollout.keep_rate import KeepRate, missing_prompts, spare_groups
 
 
 @dataclass
@@ -23,6 +24,8 @@ class Fill:
         dynamic: False: every group is usable.
         by_prefix: refills are asked for by the prefix alone, so that also which prompts were
             submitted does not depend on timing. Else by all complete groups, which is sooner.
+            A refill is then late, and costs the time of one more longest response, while what is
+            too much is carried on: each wave asks for `spare_groups` more.
     """
 
     step: int
@@ -86,7 +89,10 @@ class Fill:
         if not self.dynamic:
             return max(self.need - usable - in_flight, 0)
         rate = self.rate.within(usable, complete, self.target)
-        return missing_prompts(self.need, usable, in_flight, rate)
+        need = self.need
+        if self.by_prefix:
+            need += math.ceil(spare_groups(math.ceil((need - usable) / rate), rate))
+        return missing_prompts(need, usable, in_flight, rate)
 
 
 def is_usable(draft: Draft, dynamic: bool) -> bool:

@@ -13,6 +13,9 @@ LEAST = 1e-3
 ROUNDING = 1e-9
 LARGEST_WAVE = 3
 """Most groups in flight, in targets: a wild estimate is no reason to flood the engines."""
+SPARE_DEVIATIONS = 2.0
+"""Standard deviations of the number of mixed groups that a schedule which carries groups on leaves
+for chance. One leaves a step in six on the wrong side, and the rate itself is an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +59,13 @@ def missing_prompts(need: int, mixed: int, in_flight: int, rate: float) -> int:
     if deficit <= 0:
         return 0
     return min(math.ceil(deficit / rate - ROUNDING), max(LARGEST_WAVE * need - in_flight, 0))
+
+
+def spare_groups(unknown: int, rate: float) -> float:
+    """By how many the mixed ones among `unknown` groups may well miss what is to be expected.
+
+    Args:
+        unknown: groups that were submitted and are not known yet.
+        rate: share of groups that are mixed.
+    """
+    return SPARE_DEVIATIONS * math.sqrt(unknown * rate * (1 - rate))

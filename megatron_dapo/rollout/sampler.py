@@ -35,8 +35,6 @@ class SamplingPlan:
     group_size: int
     seed: int
     step: int
-    policy_version: int
-    """What the engines must be serving, at least."""
 
     def request(self, prompt: Prompt, event: int, sample: int) -> GenerationRequest:
         return GenerationRequest(

@@ -102,7 +102,12 @@ class GroupScheduler:
         self._way: PrefixFilling | Streaming
         if goes_on_with_unfinished(rollout, sampling):
             self._way = Streaming(
-                self._sampler, source, rollout, sampling, background=rollout.mode == "async"
+                self._sampler,
+                source,
+                rollout,
+                sampling,
+                background=rollout.mode == "async",
+                last_step=last_step,
             )
         else:
             self._way = PrefixFilling(self._sampler, source, rollout, sampling)
@@ -266,8 +271,6 @@ class GroupScheduler:
         if self._rollout.mode == "one_step_off" and not over:
             self._taken_before_ahead = self._source.taken
             self._ahead = asyncio.ensure_future(self._sampled(step + 1, version))
-        if isinstance(self._way, Streaming) and over:
-            self._way.stop_drawing()
 
     def _check_enough(self, collected: Collected) -> None:
         target = self._rollout.prompts_per_step
@@ -288,7 +291,6 @@ class GroupScheduler:
             group_size=self._rollout.group_size,
             seed=self._seed,
             step=draft.step,
-            policy_version=draft.version,
         )
         return plan.request(draft.prompt, draft.event, member)
 

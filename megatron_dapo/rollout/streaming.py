@@ -15,7 +15,7 @@ from megatron_dapo.rollout.collected import Collected, Tally, drafts_of
 from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.draft_source import DraftSource
 from megatron_dapo.rollout.fill import is_usable
-from megatron_dapo.rollout.keep_rate import KeepRate
+from megatron_dapo.rollout.keep_rate import KeepRate, spare_groups
 from megatron_dapo.rollout.member_sampler import EnginesLost, MemberSampler
 from megatron_dapo.rollout.scheduler_state import SchedulerState
 from megatron_dapo.rollout.selection import select_groups
@@ -28,11 +28,16 @@ class Streaming:
     """Samples as long as the groups that wait would not become too old.
 
     What is submitted and not trained on are the groups of at most `rollout.max_staleness` later
-    steps, and of the one that is being collected, as far as the keep rate lets expect: what is
-    drawn from the weights of now is then trained on before it is too old.
+    steps, and of the one that is being collected: what is drawn from the weights of now is then
+    trained on before it is too old. How many of them are mixed is not known beforehand. Since what
+    is too much is wasted, and what is too little is drawn a little later by engines that are full
+    meanwhile, the bound counts more of them than are to be expected, by `spare_groups`. Nothing is
+    drawn for steps behind the last one of the run; those of the last step itself are as many as
+    are to be expected, since it waits for each that it lacks.
 
     Args:
         background: go on between two steps.
+        last_step: of the run; None: there is no last one.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class Streaming:
         sampling: SamplingConfig,
         *,
         background: bool,
+        last_step: int | None,
     ) -> None:
         self.ready: list[Draft] = []
         """Usable and not trained on yet."""
@@ -54,6 +60,7 @@ class Streaming:
         self._rollout = rollout
         self._sampling = sampling
         self._background = background
+        self._last_step = last_step
         self._read: list[Draft] = []
         self._read_usable = 0
         self._step = 0
@@ -104,10 +111,6 @@ class Streaming:
             self.open.append(draft)
             self._sampler.submit(draft)
 
-    def stop_drawing(self) -> None:
-        """No step comes after the one that was collected last."""
-        self._drawing = False
-
     async def drain(self) -> None:
         """Wait until nothing runs; no prompts are drawn meanwhile."""
         drawing, self._drawing = self._drawing, False
@@ -139,9 +142,17 @@ class Streaming:
     def _wants_more(self) -> bool:
         if self._drawn >= self._most:
             return False
-        steps = self._rollout.max_staleness + self._collecting
+        later = self._later_steps
         waiting = len(self.ready) + self._rate * len(self.open)
-        return waiting < steps * self._rollout.prompts_per_step
+        if later:
+            waiting += spare_groups(len(self.open), self._rate)
+        return waiting < (later + self._collecting) * self._rollout.prompts_per_step
+
+    @property
+    def _later_steps(self) -> int:
+        """Steps behind this one that may train on what is drawn now."""
+        allowed = self._rollout.max_staleness
+        return allowed if self._last_step is None else min(allowed, self._last_step - self._step)
 
     @property
     def _most(self) -> int:

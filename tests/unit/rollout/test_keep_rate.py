@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_dapo.rollout.keep_rate import LEAST, KeepRate
+from megatron_dapo.rollout.keep_rate import LEAST, KeepRate, spare_groups
 
 
 def test_the_first_wave_of_a_run_draws_the_target() -> None:
@@ -41,3 +43,20 @@ def test_it_is_a_share_that_can_be_divided_by(steps: list[tuple[int, int]], targ
         rate = rate.learn(mixed, mixed + others)
         assert LEAST <= rate.value <= 1
         assert LEAST <= rate.within(mixed, mixed + others, target) <= 1
+
+
+def test_nothing_is_spared_where_every_group_is_mixed_or_none_is_unknown() -> None:
+    assert spare_groups(100, 1.0) == 0
+    assert spare_groups(0, 0.5) == 0
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("unknown", [50, 500])
+def test_hardly_ever_are_more_groups_mixed_than_are_spared(rate: float, unknown: int) -> None:
+    bound = rate * unknown + spare_groups(unknown, rate)
+    likely = [
+        math.comb(unknown, mixed) * rate**mixed * (1 - rate) ** (unknown - mixed)
+        for mixed in range(unknown + 1)
+    ]
+    assert math.fsum(likely) == pytest.approx(1)
+    assert 0.002 < math.fsum(likely[math.ceil(bound) :]) < 0.04

@@ -177,6 +177,23 @@ def test_a_checkpoint_between_keeps_every_token_and_doubles_none(
     assert [len(step.groups) for step in second.steps] == [world.target] * (STEPS - stop)
 
 
+@pytest.mark.parametrize("sections", [CONTINUE, CONTINUE_2, ASYNC_1, ASYNC_3], ids=str)
+def test_what_would_only_be_thrown_away_is_not_begun(sections: Sections) -> None:
+    """Neither more groups than steps can train on before they are too old, nor any for steps
+    behind the last one."""
+    worlds = [World(target=40, slots=100, group_size=4, keep_rate=0.5, seed=n) for n in range(4)]
+    stale, left = 0.0, 0.0
+    for world in worlds:
+        run = whole_run(world, sections)
+        stale += sum(step.metrics["filter/discarded_stale"] for step in run.steps)
+        carried = [step.metrics["filter/carried_out"] for step in run.steps]
+        assert max(carried) >= 15
+        left += carried[-1] + run.left
+    trained = len(worlds) * STEPS * 40
+    assert stale <= 0.03 * trained
+    assert left <= 0.03 * trained
+
+
 def test_continued_responses_are_what_they_would_have_been() -> None:
     world = World(target=4, slots=8, keep_rate=0.9)
     run = whole_run(world, CONTINUE)
