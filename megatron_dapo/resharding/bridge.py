@@ -37,7 +37,7 @@ from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.block_scales import maxima_over
 from megatron_dapo.resharding.cuda_ipc import CudaIpcSender, NoteBoard
 from megatron_dapo.resharding.digest import as_hex
-from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.files import FileSender
 from megatron_dapo.resharding.layout import (
     check_agrees,

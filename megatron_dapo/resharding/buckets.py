@@ -21,6 +21,8 @@ class Buckets:
         step_bytes: Sequence[int],
         bucket_bytes: int,
     ) -> None:
+        self.largest_bytes = 0
+        """Of the fullest bucket: more than `bucket_bytes` where one step is."""
         self._rows = rows
         self._starts: list[tuple[int, int]] = []
         filled = bucket_bytes  # the first row opens the first bucket
@@ -36,6 +38,7 @@ class Buckets:
                 taken = min(fitting, count // rows_of_step - step)
                 filled += taken * size
                 step += taken
+                self.largest_bytes = max(self.largest_bytes, filled)
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -12,63 +12,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.resharding.block_grid import (
     BLOCK,
-    SCALE_BYTES,
     SCALE_SUFFIX,
     Content,
     scales_box,
     scales_shape,
 )
 from megatron_dapo.resharding.boxes import Box, Piece, Placement
+from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.name_map import Entry, Family
 
 VOCAB_MULTIPLE = 64
 """vLLM pads embedding and head to a multiple of this many rows (DEFAULT_VOCAB_PADDING_SIZE)."""
-Dtype = Literal["float32", "bfloat16", "float16"]
-ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLayout:
-    """The grid of engine ranks: engine rank = replica * tensor + tensor rank."""
-
-    tensor: int = 1
-    replicas: int = 1
-    """Engines with the same weights; what one gets, all get."""
-    expert_parallel: bool = False
-    """Experts are whole, spread over the tensor ranks (--enable-expert-parallel)."""
-    dtype: Dtype = "bfloat16"
-    """Of the engine's parameters, and of what is sent, but for FP8 matrices."""
-    quantization: Literal["fp8"] | None = None
-    """fp8: matrices of the layers are e4m3 with a scale for each block; so they are sent."""
-
-    @classmethod
-    def from_config(cls, config: RunConfig) -> EngineLayout:
-        """The engines of a run."""
-        rollout = config.rollout
-        auto = rollout.engine_dtype == "auto"
-        return cls(
-            tensor=rollout.engine_tensor,
-            replicas=rollout.engines,
-            dtype=config.model.dtype if auto else rollout.engine_dtype,  # type: ignore[arg-type]
-            quantization=rollout.engine_quantization,
-        )
-
-    @property
-    def world_size(self) -> int:
-        return self.tensor * self.replicas
-
-    @property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    def bytes_of(self, content: Content) -> int:
-        """Bytes of one number."""
-        return {"plain": self.item_bytes, "values": 1, "scales": SCALE_BYTES}[content]
-
-
 Cutting = Literal["whole", "rows", "columns", "heads", "vocab"]
 
 
@@ -205,8 +161,22 @@ class EngineMap:
                 f"Hugging Face tensors {missing} have no place in the engine table of "
                 f"{family.model_type!r}; add them to resharding.engine_map"
             )
+        self._check_heads()
         for name in self.shapes:
             self.target(name, 0)
+
+    def _check_heads(self) -> None:
+        """Whole heads on every rank: rows alone may divide where heads do not."""
+        tensor, kv_heads = self.engine.tensor, self.family.kv_groups
+        heads = self.family.dimensions["query"] // self.family.dimensions["head"]
+        seen = f"rollout.engine_tensor={tensor}"
+        if heads % tensor:
+            raise ValueError(f"{seen} must divide the model's num_attention_heads={heads}")
+        if kv_heads % tensor and tensor % kv_heads:
+            raise ValueError(
+                f"{seen} must divide the model's num_key_value_heads={kv_heads}, or be a multiple "
+                "of them"
+            )
 
     def fused(self, name: str) -> Fused:
         """The parameter that holds a Hugging Face tensor (name with {layer} and {expert} open)."""
@@ -276,9 +246,7 @@ class EngineMap:
     def _kv_place(self, rank: int) -> tuple[int, int]:
         """(parts that keys and values are cut into, which of them a rank holds)."""
         parts = min(self.engine.tensor, self.family.kv_groups)
-        copies = self._divide(self.engine.tensor, parts, "num_key_value_heads")
-        self._divide(self.family.kv_groups, parts, "num_key_value_heads")
-        return parts, rank // copies
+        return parts, rank // (self.engine.tensor // parts)
 
     def _divide(self, size: int, parts: int, name: str) -> int:
         if size % parts:

@@ -21,7 +21,8 @@ from megatron_dapo.resharding import lines
 from megatron_dapo.resharding.block_grid import BlockSource, Content
 from megatron_dapo.resharding.boxes import Box
 from megatron_dapo.resharding.buckets import Buckets
-from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
+from megatron_dapo.resharding.engine_layout import EngineLayout
+from megatron_dapo.resharding.engine_map import EngineMap
 from megatron_dapo.resharding.lines import Line
 from megatron_dapo.resharding.name_map import Family
 from megatron_dapo.resharding.routes import Kind
@@ -73,6 +74,12 @@ class ReshardPlan:
     @property
     def num_buckets(self) -> int:
         return len(self._buckets)
+
+    @property
+    def largest_bucket_bytes(self) -> int:
+        """Most bytes under way in a bucket; more than asked for where one row, or one row of
+        blocks, is longer. A rank's part of a bucket is never larger."""
+        return self._buckets.largest_bytes
 
     def transfers_from(self, sender: int) -> Iterator[Transfer]:
         """Everything that a trainer rank sends to the first replica of the engines."""
@@ -367,8 +374,8 @@ def build_plan(
     """The plan of a weight update; the same on every trainer and engine rank.
 
     Args:
-        bucket_bytes: full tensors of one bucket together, in the engine's dtype. A rank's part of
-            a bucket is never larger.
+        bucket_bytes: full tensors of one bucket together, as the engine keeps them. One row, or
+            one row of FP8 blocks, goes into a bucket however long it is (`largest_bucket_bytes`).
 
     Raises:
         ValueError: the model cannot be cut over one of the layouts; the message names the size.

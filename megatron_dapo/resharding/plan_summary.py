@@ -20,12 +20,12 @@ class PlanSummary:
     """Bytes that the engines own."""
     ratio: float
     imbalance: float
-    """Most that a trainer rank sends over the mean of those that hold the same shard; worst
-    shard."""
+    """What a trainer rank sends, over what it would send if all shards that it holds were shared
+    out exactly; worst rank."""
     num_buckets: int
     bucket_bytes: int
     memory_bound: int
-    """Two buckets: most that a transport holds beside the model, on either side."""
+    """Two of the largest buckets: what a transport holds beside the model, on either side."""
     blocks: int
     """Of FP8 matrices, in the whole model; 0: the engines are not quantised."""
     shared_blocks: int
@@ -38,7 +38,7 @@ class PlanSummary:
 
 def summarize(plan: ReshardPlan) -> PlanSummary:
     """The figures of a plan; seconds for the largest models."""
-    shares = (shares for _, shares in plan.bytes_by_replica() if sum(shares))
+    sent = plan.bytes_by_sender()
     return PlanSummary(
         fingerprint=plan.fingerprint,
         trainer_ranks=plan.train.world_size,
@@ -46,12 +46,23 @@ def summarize(plan: ReshardPlan) -> PlanSummary:
         bytes_moved=plan.bytes_moved,
         lower_bound=plan.lower_bound,
         ratio=plan.bytes_moved / plan.lower_bound,
-        imbalance=max(max(each) * len(each) / sum(each) for each in shares),
+        imbalance=max(sent[rank] / share for rank, share in even_shares(plan).items() if share),
         num_buckets=plan.num_buckets,
         bucket_bytes=plan.bucket_bytes,
-        memory_bound=2 * plan.bucket_bytes,
+        memory_bound=2 * plan.largest_bucket_bytes,
         blocks=plan.blocks,
         shared_blocks=plan.shared_blocks,
-        bytes_by_sender=plan.bytes_by_sender(),
+        bytes_by_sender=sent,
         bytes_by_receiver=plan.bytes_by_receiver(),
     )
+
+
+def even_shares(plan: ReshardPlan) -> dict[int, float]:
+    """Trainer rank -> bytes to all engines, if every shard were shared out exactly."""
+    even = dict.fromkeys(range(plan.train.world_size), 0.0)
+    for shard, shares in plan.bytes_by_replica():
+        for replica in range(len(shares)):
+            even[plan.train.rank(shard, replica)] += (
+                sum(shares) / len(shares) * plan.engine.replicas
+            )
+    return even

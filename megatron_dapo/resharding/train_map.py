@@ -7,7 +7,7 @@ an engine computes the same as the trainer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from megatron_dapo.config.schema import ParallelConfig
@@ -26,7 +26,8 @@ def stage_layers(num_layers: int, pp_size: int, chunks: int = 1) -> list[list[ra
     if num_layers % (pp_size * chunks):
         raise ValueError(
             f"{num_layers} layers cannot be cut evenly over parallel.pipeline={pp_size} stages "
-            f"with {chunks} chunks each; use a divisor of {num_layers}"
+            f"with {chunks} chunks each (parallel.virtual_pipeline): the product of both must "
+            f"divide {num_layers}"
         )
     length = num_layers // (pp_size * chunks)
     return [
@@ -109,6 +110,9 @@ class TrainLayout:
     """Rows of embedding and head over all tensor ranks."""
 
     def __post_init__(self) -> None:
+        for dimension, size in asdict(self).items():
+            if size < 1:
+                raise ValueError(f"{dimension}={size} of a trainer layout: must be at least 1")
         if self.stage_size % (self.expert * self.expert_tensor):
             raise ValueError(
                 f"parallel.expert={self.expert} x expert_tensor={self.expert_tensor} must divide "

@@ -40,9 +40,9 @@ class InitInfo(TypedDict):
     directory: str
     """Private directory of the run: nothing outside it is read or joined."""
     train_layout: dict[str, int]
-    """Fields of `plan.TrainLayout`."""
+    """Fields of `TrainLayout`."""
     engine_layout: dict[str, int | bool | str | None]
-    """Fields of `plan.EngineLayout`; the dtype by its name, such as "bfloat16"."""
+    """Fields of `EngineLayout`; the dtype by its name, such as "bfloat16"."""
     bucket_bytes: int
     fingerprint: str
     """Of the trainer's plan; the engine refuses another one."""

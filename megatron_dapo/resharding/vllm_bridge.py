@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from transformers import PretrainedConfig
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
@@ -34,9 +33,10 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from megatron_dapo.config.resharding_checks import VLLM_BACKENDS, VllmBackend
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.device import current
-from megatron_dapo.parallel.collectives import broadcast_tensors
+from megatron_dapo.parallel.collectives import broadcast_tensors, raise_together
 from megatron_dapo.parallel.context import ParallelContext
-from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
+from megatron_dapo.resharding.engine_layout import EngineLayout
+from megatron_dapo.resharding.engine_map import EngineMap
 from megatron_dapo.resharding.meeting import LOOPBACK
 from megatron_dapo.resharding.messages import DTYPES
 from megatron_dapo.resharding.name_map import family_for
@@ -189,20 +189,8 @@ class VllmBridge:
             port = {"port": torch.tensor(transfer_group.port)} if self._leads else None
             shared = broadcast_tensors(port, src_rank=LEADER, group=self._parallel.control_group)
             transfer = partial(self._transfer, transfer_group, int(shared["port"]))
-            self._agree(_within(self._timeout, transfer, self._failure))
-
-    def _agree(self, failure: RuntimeError | None) -> None:
-        """Raise on all ranks what failed on one; collective over the control group."""
-        failed = torch.zeros(self._parallel.world_size, dtype=torch.int64)
-        failed[self._parallel.rank] = failure is not None
-        dist.all_reduce(failed, group=self._parallel.control_group)
-        if failure is not None:
-            raise failure
-        if failed.any():
-            ranks = failed.nonzero().flatten().tolist()
-            raise RuntimeError(
-                f"vLLM's weight transfer failed on trainer ranks {ranks}; their logs say why"
-            )
+            failure = _within(self._timeout, transfer, self._failure)
+            raise_together(failure, self._parallel.control_group)
 
     def rejoin(self, engine: int) -> None:
         """An engine has been restarted: until the next `prepare` it has a group of its own."""

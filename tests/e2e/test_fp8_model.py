@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.messages import dtype_of
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import ReshardPlan, build_plan

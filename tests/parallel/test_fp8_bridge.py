@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_dapo.config.schema import ParallelConfig
-from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.train_map import TrainLayout
 from tests.parallel.test_bridge import ENGINE_TENSOR, _config, _Run, _running, _small
 from tests.ranks import run_ranks

@@ -78,7 +78,7 @@ def test_programs_get_the_bytes_of_every_rank(capsys: pytest.CaptureFixture[str]
     received = [found["bytes_by_receiver"][str(rank)] for rank in range(8)]
     assert sum(sent) == sum(received) == found["bytes_moved"] == found["lower_bound"]
     assert max(sent) <= 1.1 * min(sent)
-    assert found["memory_bound"] == 2 * 64 * 2**20
+    assert 2 * 63 * 2**20 < found["memory_bound"] <= 2 * 64 * 2**20
     # Keys and values of 4 heads fit 4 ranks, so an engine owns each weight once; norms, their
     # copies for heads and the routers are on every rank.
     copied = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048

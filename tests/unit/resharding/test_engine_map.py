@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megatron_dapo.config import model_family
 from megatron_dapo.resharding.boxes import Box
-from megatron_dapo.resharding.engine_map import ENGINE_FAMILIES, EngineLayout, EngineMap
+from megatron_dapo.resharding.engine_layout import EngineLayout
+from megatron_dapo.resharding.engine_map import ENGINE_FAMILIES, EngineMap
 from megatron_dapo.resharding.name_map import FAMILIES, family_for
 
 vllm_linear = pytest.importorskip("vllm.model_executor.layers.linear", reason="vLLM is missing")
@@ -201,8 +202,10 @@ def test_padding_rows_are_named() -> None:
 
 
 def test_what_tensor_ranks_cannot_share_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight: 320 .*engine_tensor=3"):
+    with pytest.raises(ValueError, match=r"engine_tensor=3 must divide .*num_attention_heads=16"):
         map_of(tensor=3)
+    with pytest.raises(ValueError, match=r"gate_proj\.weight: 8 .*engine_tensor=16"):
+        map_of("qwen3_moe", tensor=16)
 
 
 def test_a_tensor_without_a_place_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ import transformers
 from torch import Tensor, nn
 
 from megatron_dapo.resharding.block_grid import BLOCK, SCALE_SUFFIX
-from megatron_dapo.resharding.engine_map import EngineLayout, EngineMap
+from megatron_dapo.resharding.engine_layout import EngineLayout
+from megatron_dapo.resharding.engine_map import EngineMap
 from megatron_dapo.resharding.messages import dtype_of
 from megatron_dapo.resharding.plan import TrainLayout
 from megatron_dapo.resharding.quantize import E4M3, dequantize_blocks, quantized

@@ -18,7 +18,7 @@ from megatron_dapo.resharding import lines
 from megatron_dapo.resharding.block_grid import BLOCK, SCALE_SUFFIX
 from megatron_dapo.resharding.boxes import Box
 from megatron_dapo.resharding.digest import as_hex, as_matrix, parameter_digest
-from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.messages import dtype_of
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import ReshardPlan, TrainLayout, build_plan

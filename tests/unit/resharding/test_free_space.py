@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 
-from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.free_space import check_free_space
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import TrainLayout, build_plan

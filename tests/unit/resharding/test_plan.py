@@ -214,7 +214,11 @@ def test_a_transfer_says_which_tensor_from_where_to_where() -> None:
         (dict(tensor=4), {}, r"2 key/value groups .* parallel\.tensor=4"),
         (dict(pipeline=4), {}, r"2 layers cannot be cut evenly over parallel\.pipeline=4"),
         (dict(padded_vocab_size=64), {}, r"padded vocabulary of 64 rows cannot hold .* 100"),
-        ({}, dict(tensor=3), r"cannot be cut evenly over 3 for rollout\.engine_tensor=3"),
+        (dict(pipeline=1, virtual_pipeline=3), {}, r"3 chunks .*parallel\.virtual_pipeline"),
+        (dict(data=0), {}, "data=0 of a trainer layout: must be at least 1"),
+        ({}, dict(tensor=3), r"rollout\.engine_tensor=3 must divide .*num_attention_heads=4"),
+        ({}, dict(tensor=0), r"rollout\.engine_tensor=0: must be at least 1"),
+        ({}, dict(replicas=-1), r"rollout\.engines=-1: must be at least 1"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused_by_name(
@@ -225,6 +229,23 @@ def test_layouts_that_do_not_fit_are_refused_by_name(
             TrainLayout(**({"padded_vocab_size": 128} | train)),  # type: ignore[arg-type]
             EngineLayout(**engine),  # type: ignore[arg-type]
             family_for(dense()),
+            bucket_bytes=1000,
+        )
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "message"),
+    [(6, 2, "num_attention_heads=6"), (12, 3, "num_key_value_heads=3, or be a multiple of them")],
+)
+def test_an_engine_holds_whole_heads_even_where_their_rows_could_be_cut(
+    heads: int, kv_heads: int, message: str
+) -> None:
+    config = dense(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
+    with pytest.raises(ValueError, match=f"rollout.engine_tensor=4 must divide .*{message}"):
+        build_plan(
+            TrainLayout(padded_vocab_size=128),
+            EngineLayout(tensor=4),
+            family_for(config),
             bucket_bytes=1000,
         )
 

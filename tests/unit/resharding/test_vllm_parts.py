@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 
 from megatron_dapo.resharding import vllm_layers
 from megatron_dapo.resharding.block_grid import SCALE_SUFFIX
-from megatron_dapo.resharding.engine_map import EngineLayout
+from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.messages import dtype_of
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import ReshardPlan, build_plan
