@@ -21,13 +21,15 @@ from megatron_dapo.config.errors import ConfigError
 from megatron_dapo.config.load import load_config
 from megatron_dapo.config.machine_checks import decide_device
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
-from megatron_dapo.config.resharding_checks import chosen_transport
+from megatron_dapo.config.resharding_checks import VLLM_BACKENDS, chosen_transport
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.parallel.rank_map import as_ranges
 from megatron_dapo.planning.memory import GIB, padded_vocab
 from megatron_dapo.resharding.block_grid import BLOCK
+from megatron_dapo.resharding.free_space import VERSIONS
 from megatron_dapo.resharding.plan import EngineLayout, ReshardPlan, TrainLayout, build_plan
 from megatron_dapo.resharding.plan_summary import PlanSummary, summarize
+from megatron_dapo.resharding.private_directory import SHARED_MEMORY
 
 MIB = 2**20
 MOST_RANKS_LISTED = 16
@@ -91,7 +93,7 @@ def _show_update(console: Console, config: RunConfig, plan: ReshardPlan) -> None
         _balance(summary),
         f"buckets: {summary.num_buckets} of {config.resharding.bucket_mib} MiB; either side holds "
         f"at most two beside its model, {_gib(summary.memory_bound)} GiB",
-        "straight into the engines' parameters, all of them",
+        *_beside(config, summary),
         *_blocks(summary),
     ):
         console.print(line, markup=False, highlight=False)
@@ -109,6 +111,29 @@ def _show_update(console: Console, config: RunConfig, plan: ReshardPlan) -> None
 def _numbers(engine: EngineLayout) -> str:
     """In what the engines keep their parameters."""
     return engine.dtype if engine.quantization is None else f"{engine.quantization}/{engine.dtype}"
+
+
+def _beside(config: RunConfig, summary: PlanSummary) -> Iterable[str]:
+    """What the figures of the plan do not hold for, or do not contain."""
+    transport = _transport(config)
+    if transport in VLLM_BACKENDS:
+        yield (
+            f"transport {transport} does not follow this plan: vLLM moves "
+            + ("shards" if transport == "vllm_nccl_m2n" else "full tensors")
+            + " in buffers of its own"
+        )
+        return
+    yield (
+        "straight into the parameters that the engines keep as they are; modules whose kernel "
+        f"keeps another layout are rebuilt, up to {_gib(summary.rebuilt_bytes)} GiB of them on an "
+        "engine rank at a time"
+    )
+    if transport == "files":
+        engines = config.rollout.engines
+        yield (
+            f"files of {VERSIONS} versions take {_gib(VERSIONS * summary.bytes_moved / engines)} "
+            f"GiB in {SHARED_MEMORY if config.on_one_machine else config.run_dir}"
+        )
 
 
 def _blocks(summary: PlanSummary) -> Iterable[str]:
@@ -134,8 +159,8 @@ def _transport(config: RunConfig) -> str:
 def _balance(summary: PlanSummary) -> str:
     busy = sum(1 for sent in summary.bytes_by_sender.values() if sent)
     return (
-        f"balance: {busy} of {summary.trainer_ranks} ranks send; of those that hold the same, the "
-        f"busiest sends {summary.imbalance:.3f} x the mean"
+        f"balance: {busy} of {summary.trainer_ranks} ranks send; the busiest sends "
+        f"{summary.imbalance:.3f} x its even share of what it holds"
     )
 
 

@@ -253,7 +253,8 @@ class ReshardingConfig(Section):
     devices, cuda_ipc for others on one machine, files in run_dir on several."""
     bucket_mib: PositiveInt = 512
     """Weights under way at a time; a transport holds at most two buckets beside the model on either
-    side. An engine also holds the module that its kernel repacks or vLLM's loader takes, whole."""
+    side. An engine also holds, whole, the modules of a bucket that its kernel keeps in another layout;
+    `megatron-dapo plan` prints how much."""
     timeout_seconds: PositiveInt = 600
     """Longest wait for the other side of a transfer, and, a little longer, for an engine in any
     step of an update, such as taking all weights."""

@@ -39,7 +39,7 @@ class Fused:
     heads: rows, where a key/value head is copied once the tensor ranks outnumber the heads.
     vocab: rows of the padded vocabulary."""
     quantized: bool = False
-    """A matrix that a quantised engine keeps in fewer bits."""
+    """A matrix of a layer: a quantised engine keeps it in fewer bits, a kernel may repack it."""
 
     @property
     def per_expert(self) -> bool:

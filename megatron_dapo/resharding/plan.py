@@ -24,7 +24,7 @@ from megatron_dapo.resharding.buckets import Buckets
 from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.engine_map import EngineMap
 from megatron_dapo.resharding.lines import Line
-from megatron_dapo.resharding.name_map import Family
+from megatron_dapo.resharding.name_map import Entry, Family
 from megatron_dapo.resharding.routes import Kind
 from megatron_dapo.resharding.train_map import (
     Held,
@@ -80,6 +80,10 @@ class ReshardPlan:
         """Most bytes under way in a bucket; more than asked for where one row, or one row of
         blocks, is longer. A rank's part of a bucket is never larger."""
         return self._buckets.largest_bytes
+
+    def entries_of(self, bucket: int) -> list[Entry]:
+        """Parameters that a bucket brings rows of."""
+        return [self.entries[number] for number, _, _ in self._buckets.runs(bucket)]
 
     def transfers_from(self, sender: int) -> Iterator[Transfer]:
         """Everything that a trainer rank sends to the first replica of the engines."""

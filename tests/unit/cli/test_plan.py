@@ -31,7 +31,7 @@ def test_every_shipped_configuration_has_a_plan(
 ) -> None:
     text = " ".join(plan(capsys, file).split())
     assert "1.000 of the lower bound" in text
-    assert "straight into the engines' parameters, all of them" in text
+    assert "straight into the parameters that the engines keep as they are" in text
     assert "memory of a rank at its peak" in text
 
 
@@ -43,12 +43,27 @@ def test_the_32b_update_is_spelled_out(capsys: pytest.CaptureFixture[str]) -> No
     assert "0-63" in text and "64-127" in text
 
 
+def test_files_and_transports_that_do_not_follow_the_plan_say_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    update = ("examples/qwen32b/dapo.yaml", "rollout.engine_tensor=2")
+    found = json.loads(plan(capsys, *update, "--json"))
+    text = " ".join(plan(capsys, *update, "run_dir=shared/run").split())
+    two = 2 * found["bytes_moved"] / 2 / 2**30  # versions, engines
+    assert f"files of 2 versions take {two:,.3f} GiB in " in text and "/shared/run" in text
+    assert f"up to {found['rebuilt_bytes'] / 2**30:.3f} GiB of them" in text
+    one_machine = ("parallel.nodes=1", "rollout.placement=disaggregated", "device=cuda")
+    text = " ".join(plan(capsys, *update, *one_machine, "resharding.transport=vllm_nccl").split())
+    assert "vllm_nccl does not follow this plan: vLLM moves full tensors" in text
+    assert "files of" not in text and "straight into" not in text
+
+
 def test_an_fp8_update_moves_what_the_engines_own(capsys: pytest.CaptureFixture[str]) -> None:
     fp8 = ("rollout.engine_quantization=fp8", "rollout.engine_tensor=2")
     text = " ".join(plan(capsys, "examples/qwen3_30b_a3b/gspo.yaml", *fp8).split())
     assert "2 rank(s), fp8/bfloat16, transport" in text
     assert "1.000 of the lower bound" in text
-    assert "straight into the engines' parameters, all of them" in text
+    assert "straight into the parameters that the engines keep as they are" in text
     assert "FP8: 1,824,768 blocks of 128 x 128" in text
     assert "each lies on one trainer rank" in text
     found = json.loads(plan(capsys, "examples/qwen3_30b_a3b/gspo.yaml", *fp8, "--json"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,7 +12,7 @@ import transformers
 from megatron_dapo.resharding.messages import Outbox
 from megatron_dapo.resharding.name_map import Family, family_for
 from megatron_dapo.resharding.plan import EngineLayout, TrainLayout, build_plan
-from megatron_dapo.resharding.plan_summary import even_shares, summarize
+from megatron_dapo.resharding.plan_summary import even_shares, rebuilt_bytes, summarize
 
 TRAIN = TrainLayout(tensor=2, data=5, padded_vocab_size=1024)
 EXPERTS = replace(TRAIN, data=8, expert=4, expert_tensor=1)
@@ -91,3 +93,46 @@ def test_no_bucket_is_larger_than_the_summary_says(
     assert bound <= max(bucket_bytes, row)
     if bucket_bytes < 10_000:  # a row of blocks is longer than such a bucket
         assert bound > bucket_bytes
+
+
+@pytest.mark.parametrize("bucket_bytes", [2**16, 2**20, 2**30])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("qwen3", EngineLayout(tensor=2)),
+        ("qwen3", EngineLayout(tensor=2, quantization="fp8")),
+        ("qwen3_moe", EngineLayout(tensor=2)),
+        ("qwen3_moe", EngineLayout(tensor=4, expert_parallel=True)),
+    ],
+)
+def test_an_engine_rank_rebuilds_no_more_at_a_time_than_the_summary_says(
+    bucket_bytes: int, name: str, engine: EngineLayout
+) -> None:
+    train = EXPERTS if name == "qwen3_moe" else TRAIN
+    plan = build_plan(train, engine, model(name), bucket_bytes=bucket_bytes)
+    sizes = {
+        name: (math.prod(shape), engine.bytes_of(content))
+        for name, content, shape in plan.map.contents(0)
+        if name.startswith("model.layers")
+        and "norm" not in name
+        and not name.endswith("mlp.gate.weight")
+    }
+    missing = Counter({name: count for name, (count, _) in sizes.items()})
+    opened: set[str] = set()
+    most = 0
+    for bucket in range(plan.num_buckets):
+        for sender in plan.senders_of(bucket, 0):
+            for transfer in plan.message(bucket, sender, 0):
+                module = transfer.target.rpartition(".")[0]
+                if transfer.target not in sizes:
+                    continue
+                opened.add(module)
+                held = [n for n in sizes if n.rpartition(".")[0] in opened]
+                most = max(most, sum(math.prod(sizes[name]) for name in held))
+                missing[transfer.target] -= transfer.target_box.elements
+                if not any(missing[n] for n in held if n.rpartition(".")[0] == module):
+                    opened.remove(module)
+    assert not opened and not +missing
+    assert most <= rebuilt_bytes(plan)
+    if plan.num_buckets > 1:  # else most modules close before the next one opens
+        assert most >= 0.5 * rebuilt_bytes(plan)
