@@ -25,6 +25,7 @@ from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.checkpoint.run_lock import RunLock
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.config.endpoint_checks import missing_endpoints
+from megatron_dapo.config.load import save_resolved
 from megatron_dapo.observability.run_files import read_run_record
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.watchdog import Watchdog
@@ -76,6 +77,7 @@ def train(config: RunConfig, stop: StopRequest) -> bool:
             logger.warning("%s is already complete: %d steps are done", config.run_dir, steps)
             return True
         with open_parts(run) as trainer:
+            decided_by_rank_0(lambda: _note_accepted(config), run.parallel.control_group)
             return trainer.run()
 
 
@@ -183,6 +185,14 @@ def open_parts(run: RunStart) -> Iterator[Trainer]:
             start_from=run.start_from,
             stop=run.stop,
         )
+
+
+def _note_accepted(config: RunConfig) -> None:
+    """Write the configuration into the run directory: nothing has refused it."""
+    try:
+        save_resolved(config, config.run_dir)
+    except OSError as error:
+        raise ConfigError(f"run_dir={config.run_dir} cannot be written: {error}") from error
 
 
 def _build_models(

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_PREEMPTED, ConfigError
-from megatron_dapo.config.load import save_resolved
+from megatron_dapo.config.load import resolved_yaml
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.parallel.launch_env import RENDEZVOUS_VARIABLE
 from megatron_dapo.rollout.inputs import RolloutInputs
@@ -52,10 +53,28 @@ def launch_training(config: RunConfig) -> int:
         )
     RolloutInputs.read(config)
     logs = config.run_dir / "logs"
-    with _sole_run(config.run_dir, logs):
-        resolved = save_resolved(config, config.run_dir)
-        command = ["-m", "megatron_dapo.train", "--config", str(resolved)]
-        return launch_ranks(command, config.parallel.world_size, logs)
+    with (
+        _nothing_left_when_refused(config.run_dir) as codes,
+        _sole_run(config.run_dir, logs),
+        _unnamed_file("megatron_dapo_config", resolved_yaml(config)) as resolved,
+    ):
+        command = ["-m", "megatron_dapo.train", "--config", f"/proc/self/fd/{resolved}"]
+        codes.append(launch_ranks(command, config.parallel.world_size, logs, [resolved]))
+    return codes[0]
+
+
+@contextlib.contextmanager
+def _nothing_left_when_refused(run_dir: Path) -> Iterator[list[int]]:
+    """Take a run directory that was not there away again when ranks refuse the configuration.
+
+    Yields:
+        A list for the exit code of the ranks.
+    """
+    missing = not run_dir.exists()
+    codes: list[int] = []
+    yield codes
+    if missing and codes == [EXIT_CONFIG]:
+        shutil.rmtree(run_dir)
 
 
 @contextlib.contextmanager
@@ -79,21 +98,26 @@ def _sole_run(run_dir: Path, logs: Path) -> Iterator[None]:
         yield
 
 
-def launch_ranks(command: Sequence[str], world_size: int, logs: Path) -> int:
+def launch_ranks(
+    command: Sequence[str], world_size: int, logs: Path, descriptors: Sequence[int] = ()
+) -> int:
     """Run `python COMMAND` once for each rank; the exit code of the first that failed, or 0.
 
     Rank 0 writes to this console, the others to `logs`. SIGINT and a closed terminal end all ranks,
     with time to clean up, and are answered with 128 + signal. SIGTERM and SIGUSR1 are passed on:
     the ranks save and say 75. Should this process be killed, the kernel ends the ranks.
+
+    Args:
+        descriptors: of files that the ranks read as /proc/self/fd/N.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
-    with _signals_stop() as stopped, _meeting_file() as meeting:
+    python = [sys.executable, *command]
+    with _signals_stop() as stopped, _unnamed_file("megatron_dapo_ranks") as meeting:
+        passed = (meeting, *descriptors)
         try:
             for rank in range(world_size):
-                ranks.append(
-                    _start_rank([sys.executable, *command], rank, world_size, meeting, logs)
-                )
+                ranks.append(_start_rank(python, rank, world_size, passed, logs))
             return _watch(ranks, logs, stopped)
         finally:
             _stop(ranks)
@@ -118,28 +142,32 @@ def _signals_stop() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def _meeting_file() -> Iterator[int]:
-    """Descriptor of the file through which the ranks find each other.
+def _unnamed_file(label: str, text: str = "") -> Iterator[int]:
+    """Descriptor of a file in memory, for the ranks.
 
     It has no name anywhere, so nothing of it is left, however its processes end.
     """
-    descriptor = os.memfd_create("megatron_dapo_ranks")
+    descriptor = os.memfd_create(label)
     try:
+        os.write(descriptor, text.encode())
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def _start_rank(
-    command: Sequence[str], rank: int, world_size: int, meeting: int, logs: Path
+    command: Sequence[str], rank: int, world_size: int, passed: Sequence[int], logs: Path
 ) -> subprocess.Popen[bytes]:
-    """One rank in a session of its own, so that Ctrl-C reaches the launcher alone."""
+    """One rank in a session of its own, so that Ctrl-C reaches the launcher alone.
+
+    The first file that is `passed` is where the ranks meet.
+    """
     environment = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        RENDEZVOUS_VARIABLE: f"file:///proc/self/fd/{meeting}",
+        RENDEZVOUS_VARIABLE: f"file:///proc/self/fd/{passed[0]}",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
     console = contextlib.nullcontext()
@@ -147,7 +175,7 @@ def _start_rank(
         return subprocess.Popen(
             command,
             env=environment,
-            pass_fds=(meeting,),
+            pass_fds=passed,
             start_new_session=True,
             preexec_fn=partial(_die_with, os.getpid()),
             stdout=log,

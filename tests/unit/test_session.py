@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -128,3 +129,49 @@ def test_the_same_schedule_goes_on_with_groups_that_wait(
 ) -> None:
     opened(tmp_path, alone, states={"rollout": {"sampling": waiting_groups()}})
     assert started == ["start"]
+
+
+class Trains:
+    """A trainer that notes what lay in the run directory when it began."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.found: set[str] = set()
+
+    def run(self) -> bool:
+        self.found = {path.name for path in self.run_dir.iterdir()}
+        return True
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_configuration_is_written_once_nothing_has_refused_it(
+    tmp_path: Path, alone: Alone, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    config = load_config(write_run(tmp_path))
+    config.run_dir.mkdir()
+    trainer = Trains(config.run_dir)
+
+    @contextmanager
+    def opened_run(*_: object) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(complete=False, parallel=alone)
+
+    @contextmanager
+    def opened_parts(run: object) -> Iterator[Trains]:
+        if refused:
+            raise ConfigError("model.path: of another model")
+        yield trainer
+
+    monkeypatch.setattr(session, "open_run", opened_run)
+    monkeypatch.setattr(session, "open_parts", opened_parts)
+    expected = pytest.raises(ConfigError, match="another model") if refused else nullcontext()
+    with expected:
+        session.train(config, session.StopRequest())
+    written = set() if refused else {"config.resolved.yaml", "versions.json"}
+    assert {path.name for path in config.run_dir.iterdir()} == written == trainer.found
+
+
+def test_a_run_directory_that_cannot_take_the_configuration_is_refused(tmp_path: Path) -> None:
+    config = load_config(write_run(tmp_path))
+    (config.run_dir / "config.resolved.yaml").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^run_dir=.* cannot be written: .*Is a directory"):
+        session._note_accepted(config)

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -16,6 +16,7 @@ import pytest
 from megatron_dapo.cli import launch
 from megatron_dapo.cli.launch import launch_ranks, launch_training
 from megatron_dapo.config import ConfigError
+from megatron_dapo.config.errors import EXIT_CONFIG
 from tests.conftest import REPOSITORY
 from tests.unit.config.runs import make_config
 
@@ -135,7 +136,7 @@ def test_a_second_run_in_a_run_directory_is_refused_before_it_writes(
     monkeypatch.setattr(launch.RolloutInputs, "read", lambda config: None)
     held_while_running = []
 
-    def second_run(command: list[str], world_size: int, logs: Path) -> int:
+    def second_run(command: list[str], world_size: int, logs: Path, files: list[int]) -> int:
         (tmp_path / "config.resolved.yaml").write_text("the first run's")
         with pytest.raises(ConfigError, match=r"run_dir=.*another run is going on") as caught:
             launch_training(config)
@@ -147,6 +148,57 @@ def test_a_second_run_in_a_run_directory_is_refused_before_it_writes(
     assert launch_training(config) == 0  # the lock went with its holder
     assert len(held_while_running) == 2
     assert (tmp_path / "config.resolved.yaml").read_text() == "the first run's"
+
+
+def launch_scripts(
+    monkeypatch: pytest.MonkeyPatch, run_dir: Path, script: str, *, world_size: int = 2
+) -> int:
+    """`launch_training` with `script` in place of each trainer rank."""
+    config = make_config(parallel={"data": world_size}).model_copy(update={"run_dir": run_dir})
+    really = launch.launch_ranks
+
+    def launch_them(
+        command: list[str], world_size: int, logs: Path, files: Sequence[int] = ()
+    ) -> int:
+        assert command[:3] == ["-m", "megatron_dapo.train", "--config"]
+        scripted = ["-c", BY_RANK + script, *command[3:], str(run_dir)]
+        return really(scripted, world_size, logs, files)
+
+    monkeypatch.setattr(launch, "launch_ranks", launch_them)
+    monkeypatch.setattr(launch.RolloutInputs, "read", lambda config: None)
+    return launch_training(config)
+
+
+def test_every_rank_reads_the_resolved_configuration_from_a_file_without_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    read = (
+        "from megatron_dapo.config import load_config; config = load_config(sys.argv[1]); "
+        "sys.exit(0 if str(config.run_dir) == sys.argv[2] and config.parallel.data == 2 else 9)"
+    )
+    assert launch_scripts(monkeypatch, tmp_path / "run", read) == 0
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"logs"}
+
+
+@pytest.mark.parametrize(("code", "left"), [(EXIT_CONFIG, False), (1, True), (0, True)])
+def test_a_refused_configuration_leaves_nothing_of_a_new_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: bool
+) -> None:
+    write = "from pathlib import Path; Path(sys.argv[2], f'rank_{rank}').touch(); "
+    assert launch_scripts(monkeypatch, tmp_path / "run", f"{write} sys.exit({code})") == code
+    assert (tmp_path / "run").exists() == left
+
+
+def test_a_refused_configuration_changes_nothing_of_an_older_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = {"config.resolved.yaml": "older", "versions.json": "{}", "metrics.jsonl": "1"}
+    for name, text in older.items():
+        (tmp_path / name).write_text(text)
+    assert launch_scripts(monkeypatch, tmp_path, f"sys.exit({EXIT_CONFIG})") == EXIT_CONFIG
+    found = {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()}
+    assert found == older
 
 
 LAUNCHER = """
