@@ -28,6 +28,7 @@ from megatron_dapo.observability.evaluation_files import Sets, write_report, wri
 from megatron_dapo.observability.logs import quiet_logs
 from megatron_dapo.reward.grader_pool import GraderPool, check_graders, needs_pool
 from megatron_dapo.reward.grader_process import GraderStartError
+from megatron_dapo.rollout.dispatch import Dispatcher
 from megatron_dapo.rollout.engine import EngineError
 from megatron_dapo.rollout.heldout import HeldoutSampling, HeldoutSet, read_heldout
 from megatron_dapo.rollout.loaded_engines import LoadedEngines
@@ -67,10 +68,14 @@ def _evaluate(target: Target, config: RunConfig, names: str | None) -> int:
         sampling = _sampling(config, names, graders)
         with _served_folder(target, config) as folder, LoadedEngines(config, folder, device) as on:
             save_resolved(config, config.run_dir)
+            dispatcher = Dispatcher(on.engines, config.rollout.max_concurrent_sequences)
             with progress(sampling.expected_responses()) as on_response:
                 groups = on.run(
                     sampling.sample(
-                        on.engines, step=target.step, policy_version=0, on_response=on_response
+                        dispatcher.generate,
+                        step=target.step,
+                        policy_version=0,
+                        on_response=on_response,
                     )
                 )
     reports = {name: report_set(found) for name, found in groups.items()}
@@ -102,7 +107,6 @@ def _sampling(config: RunConfig, names: str | None, graders: GraderPool | None) 
         decode=tokenizer.decode,
         stop_token_ids=stops,
         max_response_tokens=config.rollout.max_response_tokens,
-        max_concurrent=config.rollout.max_concurrent_sequences,
         seed=config.seed,
         graders=graders,
         grader_threads=1 if graders is None else config.reward.workers,

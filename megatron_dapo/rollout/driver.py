@@ -67,7 +67,6 @@ class RolloutDriver:
             decode=self._decode,
             stop_token_ids=self._stop_ids,
             max_response_tokens=config.rollout.max_response_tokens,
-            max_concurrent=config.rollout.max_concurrent_sequences,
             seed=config.seed,
             graders=self._graders,
             grader_threads=self._grader_threads,
@@ -133,11 +132,15 @@ class RolloutDriver:
     def sample_heldout(self, step: int, policy_version: int) -> dict[str, list[Group]]:
         """Graded responses of each held-out set by its name; {} without any.
 
+        They share the engines with what is sampled for training meanwhile (rollout.mode=async), in
+        the order of asking.
+
         Raises:
+            EngineUnavailable: no engine is left; another call for the same step samples the same.
             Interrupted: `interrupt` was called.
         """
         return self._fleet.run_interruptible(
-            self._heldout.sample(self._fleet.engines, step=step, policy_version=policy_version)
+            self._heldout.sample(self._generate, step=step, policy_version=policy_version)
         )
 
     def interrupt(self) -> None:

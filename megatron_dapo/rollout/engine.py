@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,6 +51,10 @@ class GenerationResult:
     """Weights that sampled each part of `token_ids`: (first token, version), in order."""
     policy_version: int
     """The oldest of them; without tokens, what the engine serves. 0: what it started with."""
+
+
+Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
+"""Samples one response on some engine; EngineUnavailable once none is left."""
 
 
 class Engine(Protocol):

@@ -15,8 +15,8 @@ from megatron_dapo.data.selection import PromptReport
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.reward.grade import grade_response
 from megatron_dapo.reward.grader_pool import GraderPool
-from megatron_dapo.rollout.dispatch import Dispatcher, gather_or_cancel
-from megatron_dapo.rollout.engine import Engine, GenerationRequest
+from megatron_dapo.rollout.dispatch import gather_or_cancel
+from megatron_dapo.rollout.engine import Generate, GenerationRequest
 from megatron_dapo.rollout.grading import Decode, ThreadedGrader
 from megatron_dapo.rollout.seeds import sample_seed
 from megatron_dapo.types import Group, Prompt, Response, Reward
@@ -93,8 +93,6 @@ class HeldoutSampling:
     """From several threads at once."""
     stop_token_ids: tuple[int, ...]
     max_response_tokens: int
-    max_concurrent: int
-    """Sequences that one engine decodes at once."""
     seed: int
     graders: GraderPool | None
     """Started; None where no grader needs one."""
@@ -102,7 +100,7 @@ class HeldoutSampling:
 
     async def sample(
         self,
-        engines: Sequence[Engine],
+        generate: Generate,
         *,
         step: int,
         policy_version: int,
@@ -114,19 +112,20 @@ class HeldoutSampling:
         the place of the prompt in it and the number of the sample alone.
 
         Args:
-            engines: replicas that serve `policy_version`.
+            generate: samples one response, on engines that serve `policy_version`. More requests
+                may come at once than engines take.
             on_response: called with the set's name after each response is graded.
 
         Raises:
             RuntimeError: an engine serves older weights than `policy_version`.
-            EngineError: an engine refuses, or none is left.
+            EngineUnavailable: no engine is left. Nothing is kept; another call samples the same.
+            EngineError: an engine refuses.
         """
-        dispatcher = Dispatcher(engines, self.max_concurrent)
         graders = {found.name: self._grader(found) for found in self.sets}
 
         async def sampled(found: HeldoutSet, row: int, index: int) -> tuple[Response, Reward]:
             request = self._request(found, step, row, index)
-            response = await _respond(dispatcher, found.prompts[row], request, index)
+            response = await _respond(generate, found.prompts[row], request, index)
             _check_version(response, step, policy_version)
             graded = await graders[found.name](found.prompts[row], response)
             on_response(found.name)
@@ -179,9 +178,9 @@ class HeldoutSampling:
 
 
 async def _respond(
-    dispatcher: Dispatcher, prompt: Prompt, request: GenerationRequest, index: int
+    generate: Generate, prompt: Prompt, request: GenerationRequest, index: int
 ) -> Response:
-    result = await dispatcher.generate(request)
+    result = await generate(request)
     return Response(
         prompt_id=prompt.id,
         sample_index=index,

@@ -8,11 +8,15 @@ from collections.abc import Awaitable, Callable, Collection
 
 from megatron_dapo.rollout.continuation import joined, next_request, unfinished
 from megatron_dapo.rollout.draft import Draft, Member
-from megatron_dapo.rollout.engine import EngineUnavailable, GenerationRequest, GenerationResult
+from megatron_dapo.rollout.engine import (
+    EngineUnavailable,
+    Generate,
+    GenerationRequest,
+    GenerationResult,
+)
 from megatron_dapo.rollout.grading import Grader
 from megatron_dapo.types import Response
 
-Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
 INTERRUPT_AGAIN_SECONDS = 1.0
 """A request that had not reached its engine when it was interrupted is so once more after this."""
 

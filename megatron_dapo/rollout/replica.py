@@ -80,6 +80,7 @@ class Replica:
         """A client of the running server, without weights; from now on it is watched."""
         self._engine = await self._client()
         self._watch = asyncio.ensure_future(self._keep())
+        self._watch.add_done_callback(self._unwatched)
 
     def make_room(self, room: bool) -> None:
         """The trainers leave their device to the engines, or want it back."""
@@ -113,13 +114,22 @@ class Replica:
             except EngineError as error:
                 self.failure = error
                 return
-            except (RuntimeError, OSError) as error:
-                self.failure = EngineError(
-                    f"rollout engine {self.index} is lost and cannot be replaced: {error!r}"
-                )
-                return
             finally:
                 self._replaced()
+
+    def _unwatched(self, watch: asyncio.Task[None]) -> None:
+        """After whatever else than `EngineError` ended the watching (of a process that cannot be
+        started or killed, a file, a connection, an answer): the engine is not used any more, and
+        the run ends at its next look at the engines instead of waiting for a replacement."""
+        error = None if watch.cancelled() else watch.exception()
+        if error is None:
+            return
+        self.failure = EngineError(
+            f"rollout engine {self.index} is lost and cannot be replaced: {error!r}"
+        )
+        logger.error("%s", self.failure, exc_info=error)
+        self.engine.lose("nothing watches it any more")
+        self._replaced()
 
     async def _until_gone(self) -> str:
         """Returns once the engine is lost, all its requests ended: why."""

@@ -19,9 +19,9 @@ from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.collected import Collected, collected_metrics, shortage
 from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.draft_source import DraftSource, PromptSource
-from megatron_dapo.rollout.engine import GenerationRequest
+from megatron_dapo.rollout.engine import Generate, GenerationRequest
 from megatron_dapo.rollout.grading import Grader, check_grading_errors
-from megatron_dapo.rollout.member_sampler import EnginesLost, Generate, MemberSampler
+from megatron_dapo.rollout.member_sampler import EnginesLost, MemberSampler
 from megatron_dapo.rollout.prefix_filling import PrefixFilling
 from megatron_dapo.rollout.rollout_metrics import staleness_metrics
 from megatron_dapo.rollout.sampler import RolloutStep, SamplingPlan

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from megatron_dapo.rollout.abort import ABORT_LIMIT_SECONDS, abort
 from megatron_dapo.rollout.engine import (
     EngineError,
     EngineFault,
@@ -19,7 +20,6 @@ from megatron_dapo.rollout.engine import (
 )
 from megatron_dapo.rollout.engine_http import EngineHttp
 from megatron_dapo.rollout.generate_route import (
-    ENGINE_ID_PREFIX,
     GENERATE,
     GenerateResponse,
     request_body,
@@ -40,9 +40,6 @@ from megatron_dapo.rollout.weight_update import (
 )
 
 logger = logging.getLogger(__name__)
-
-INTERRUPT_SECONDS = 0.1
-"""What requests get to end after they were aborted; those on the way are then aborted again."""
 
 
 class VllmEngine:
@@ -87,6 +84,7 @@ class VllmEngine:
         )
         """For questions that are neither requests nor updates."""
         self._steps = self.http.within(update_timeout_seconds)
+        self._update_seconds = update_timeout_seconds
         self._init_info: Mapping[str, object] | None = None
         self._installed: list[str] = []
         """Stamps of the weights that this client brought in, the current one last."""
@@ -165,16 +163,17 @@ class VllmEngine:
         vLLM's /pause?mode=abort would end those too, and hold back what comes meanwhile.
 
         Raises:
+            EngineUnavailable: it did not end them in time, and is lost.
             EngineError: the engine does not take it.
         """
         for waiting in self._waiting:
             waiting.cancel()
-        left = dict(self._interruptible)
-        while left:
-            names = [f"{ENGINE_ID_PREFIX}{name}" for name in left.values()]
-            await self.http.send("POST", "/abort_requests", {"request_ids": names})
-            await asyncio.wait(left, timeout=INTERRUPT_SECONDS)
-            left = {task: name for task, name in left.items() if not task.done()}
+        seconds = ABORT_LIMIT_SECONDS + self.updating * self._update_seconds
+        try:
+            await abort(self.http, self._interruptible, seconds)
+        except EngineUnavailable as error:
+            self.lose(str(error))
+            raise
 
     async def load(self, init_info: Mapping[str, object], payload: Mapping[str, object]) -> None:
         """First step of an update: pause and bring the new weights in.

@@ -16,7 +16,10 @@ from megatron_dapo.checkpoint.state import Restored
 from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.stop import StopRequest
 from megatron_dapo.policy.trained_model import SkippedUpdates
+from megatron_dapo.rollout.engine import EngineError, EngineUnavailable
+from megatron_dapo.rollout.event_loop import Interrupted
 from megatron_dapo.trainer import Trainer, steps_to_run
+from megatron_dapo.types import Group, Prompt, Response, Reward
 from tests.unit.config.runs import make_config
 from tests.unit.handed import Case, handed_cases
 
@@ -293,3 +296,81 @@ def test_rollouts_counters_and_what_is_owed_come_back() -> None:
     assert (after.rollouts, after.owed) == (Position(17), True)
     assert after.skipped.in_a_row == {"actor": 2}
     assert after.policy_version == 5
+
+
+@dataclass
+class Heldout:
+    """The rollouts of global rank 0, whose engines are all lost some times."""
+
+    losses: int = 0
+    interrupted: bool = False
+    asked: list[tuple[int, int]] = field(default_factory=list)
+
+    def sample_heldout(self, step: int, policy_version: int) -> dict[str, list[Group]]:
+        self.asked.append((step, policy_version))
+        if self.interrupted:
+            raise Interrupted
+        if len(self.asked) <= self.losses:
+            raise EngineUnavailable("all 2 rollout engines are lost")
+        prompt = Prompt("p", "", (3,), "1")
+        responses = [Response("p", n, (7,), (-1.0,), "stop", policy_version, n) for n in range(2)]
+        return {"sums": [Group(prompt, tuple(responses), (Reward(1.0, 1.0), Reward(0.0, -1.0)))]}
+
+
+@dataclass
+class Weights:
+    """Brings engines back, `budget` times."""
+
+    budget: int = 3
+    spent: int = 0
+
+    def bring_back(self) -> None:
+        if self.spent == self.budget:
+            raise EngineError("rollout engine 0 was restarted 3 times (rollout.max_restarts)")
+        self.spent += 1
+
+
+def evaluating(alone: Alone, rollouts: Heldout, weights: Weights) -> Trainer:
+    """A trainer that evaluates, and whose parts around that are stand-ins."""
+    made = diary(alone, every=0)
+    fields = {name: value for name, value in vars(made).items() if name in PARTS}
+    trainer = Trainer(**fields, rollouts=rollouts, policy_version=4)  # type: ignore[arg-type]
+    trainer.weights = weights  # type: ignore[assignment]
+    return trainer
+
+
+PARTS = {
+    *("config", "hf_config", "parallel", "policy", "critic", "bridge", "sinks", "skipped"),
+    *("watchdog", "checkpoints", "start_from", "stop"),
+}
+
+
+@pytest.mark.parametrize("losses", [0, 1, 3])
+def test_an_evaluation_goes_on_once_lost_engines_are_back(alone: Alone, losses: int) -> None:
+    rollouts, weights = Heldout(losses), Weights()
+    metrics = evaluating(alone, rollouts, weights).evaluate(2)
+    assert weights.spent == losses
+    assert rollouts.asked == [(2, 4)] * (losses + 1)
+    assert metrics["val-core/sums/acc/mean@2"] == 0.5
+
+
+def test_an_evaluation_whose_engines_keep_dying_ends_the_run(alone: Alone) -> None:
+    rollouts, weights = Heldout(losses=9), Weights()
+    with pytest.raises(RuntimeError, match=r"rollout\.max_restarts"):
+        evaluating(alone, rollouts, weights).evaluate(2)
+    assert len(rollouts.asked) == weights.budget + 1
+
+
+def test_an_evaluation_that_a_stop_cuts_short_is_owed(alone: Alone) -> None:
+    trainer = evaluating(alone, Heldout(interrupted=True), Weights())
+    assert trainer.evaluate(2) == {}
+    assert trainer.owed
+
+
+def test_without_evaluation_no_engine_is_asked(alone: Alone) -> None:
+    rollouts = Heldout()
+    trainer = evaluating(alone, rollouts, Weights())
+    trainer.config = make_config(evaluation={"every": 0})
+    assert trainer.evaluate(2) == {}
+    assert not rollouts.asked
+    assert not trainer.owed

@@ -69,6 +69,12 @@ class Pair:
         self.wait_for_all()
         return self.fleet.to_update(all_engines=False)
 
+    def break_and_mend(self, index: int) -> None:
+        """The server says that it is broken; once that was noticed, it is not any more."""
+        self.servers[index].errors["/health"] = 503
+        wait_for(lambda: not self.engine(index).usable)
+        del self.servers[index].errors["/health"]
+
     def reopen(self, index: int) -> None:
         """The server ends without a word, and a fresh one comes up in its place."""
         self.loop.run(self.servers[index].close())
@@ -326,6 +332,38 @@ def test_an_engine_that_keeps_dying_ends_the_run_with_a_word(pair: Pair) -> None
         match=r"engine 1 was restarted 3 times .*did not answer again within 1 s .*start it again",
     ):
         pair.fleet.to_update(all_engines=True)
+
+
+def test_an_error_that_nobody_expects_of_a_replacement_ends_the_run(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def unreadable(http: object) -> None:
+        raise ValueError("not a number")
+
+    monkeypatch.setattr(replica, "end_open_update", unreadable)
+    pair.update(1)
+    pair.break_and_mend(0)
+    wait_for(lambda: pair.fleet._replicas[0].failure is not None)
+    with pytest.raises(
+        EngineError, match=r"engine 0 is lost and cannot be replaced: .*not a number"
+    ):
+        pair.fleet.to_update(all_engines=True)
+
+
+def test_an_engine_that_nothing_watches_any_more_ends_the_run(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(heartbeat: replica.Heartbeat) -> str:
+        raise KeyError("status")
+
+    pair.update(1)
+    monkeypatch.setattr(replica.Heartbeat, "until_lost", broken)
+    pair.break_and_mend(1)  # its next watch is the broken one
+    wait_for(lambda: pair.fleet._replicas[1].failure is not None)
+    with pytest.raises(EngineUnavailable, match="nothing watches it"):
+        pair.fleet.run(pair.engine(1).generate(REQUEST))
+    with pytest.raises(EngineError, match="engine 1 is lost and cannot be replaced: KeyError"):
+        pair.fleet.to_update(all_engines=False)
 
 
 def test_an_endpoint_whose_workers_answer_late_is_refused(pair: Pair) -> None:

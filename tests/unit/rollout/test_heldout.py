@@ -13,7 +13,8 @@ import pytest
 
 from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.heldout import heldout_files
-from megatron_dapo.rollout.engine import EngineUnavailable
+from megatron_dapo.rollout.dispatch import Dispatcher
+from megatron_dapo.rollout.engine import EngineUnavailable, GenerationRequest
 from megatron_dapo.rollout.heldout import HeldoutSampling, read_heldout, warn_of_overlap
 from megatron_dapo.rollout.seeds import sample_seed
 from megatron_dapo.types import Group
@@ -46,7 +47,6 @@ def sampling(config: RunConfig, **changes: object) -> HeldoutSampling:
         "decode": lambda ids: "Answer: 7" if 7 in ids else "Answer: 8",
         "stop_token_ids": (STOP,),
         "max_response_tokens": 64,
-        "max_concurrent": 4,
         "seed": 3,
         "graders": None,
         "grader_threads": 2,
@@ -57,7 +57,8 @@ def sampling(config: RunConfig, **changes: object) -> HeldoutSampling:
 def sample(
     heldout: HeldoutSampling, *engines: FakeEngine, step: int = 5, version: int = 5
 ) -> dict[str, list[Group]]:
-    return asyncio.run(heldout.sample(engines, step=step, policy_version=version))
+    generate = Dispatcher(engines, 4).generate
+    return asyncio.run(heldout.sample(generate, step=step, policy_version=version))
 
 
 def test_rows_name_the_sets_of_data_heldout_and_others_have_the_name_of_their_key(
@@ -198,15 +199,34 @@ def test_seeds_and_answers_do_not_depend_on_engines_or_on_other_sets(tmp_path: P
 def test_each_graded_response_is_told(tmp_path: Path) -> None:
     told: list[str] = []
     heldout = sampling(both_sets(tmp_path))
-    asyncio.run(
-        heldout.sample([FakeEngine(version=0)], step=0, policy_version=0, on_response=told.append)
-    )
+    generate = Dispatcher([FakeEngine(version=0)], 4).generate
+    asyncio.run(heldout.sample(generate, step=0, policy_version=0, on_response=told.append))
     assert Counter(told) == heldout.expected_responses()
 
 
 def test_older_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="policy version 4, expected 5"):
         sample(sampling(both_sets(tmp_path)), FakeEngine(version=4))
+
+
+def test_engines_that_also_sample_for_training_are_not_asked_for_more(tmp_path: Path) -> None:
+    engine = FakeEngine(version=5, seconds=lambda request: 0.001)
+    alone = sample(sampling(both_sets(tmp_path)), FakeEngine(version=5))
+
+    async def both() -> dict[str, list[Group]]:
+        dispatcher = Dispatcher([engine], 4)
+        trained = [
+            GenerationRequest((50, 0, n), n, 1.0, 1.0, -1, 8, (STOP,), f"train-6-{n}-0")
+            for n in range(30)
+        ]
+        others = [asyncio.ensure_future(dispatcher.generate(request)) for request in trained]
+        heldout = sampling(both_sets(tmp_path))
+        groups = await heldout.sample(dispatcher.generate, step=5, policy_version=5)
+        await asyncio.gather(*others)
+        return groups
+
+    assert asyncio.run(both()) == alone
+    assert engine.most_running <= 5  # 4 at once, and one that waits inside
 
 
 def test_without_engines_left_it_ends(tmp_path: Path) -> None:

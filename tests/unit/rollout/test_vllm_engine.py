@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_dapo.rollout import vllm_engine
 from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, GenerationResult
 from megatron_dapo.rollout.engine_http import open_transport
 from megatron_dapo.rollout.vllm_engine import VllmEngine
@@ -147,6 +148,55 @@ def test_a_request_that_is_still_on_its_way_is_interrupted_too(server: ScriptedS
     assert result.finish_reason == "abort"
     assert len(result.token_ids) < 100
     assert server.paths.count("/abort_requests") > 1
+
+
+@pytest.mark.parametrize("fault", ["no answer", "no end", "an error"])
+def test_an_engine_that_does_not_end_what_was_aborted_is_lost_and_its_requests_go_elsewhere(
+    server: ScriptedServer, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "ABORT_LIMIT_SECONDS", 0.3)
+    server.hangs = {"/abort_requests" if fault == "no answer" else GENERATE}
+    server.errors = {"/abort_requests": 500} if fault == "an error" else {}
+    server.tokens, server.seconds_per_token = TOKENS, 0.01
+
+    async def call(engine: VllmEngine) -> VllmEngine:
+        task = asyncio.ensure_future(engine.generate(REQUEST))
+        while GENERATE not in server.paths:
+            await asyncio.sleep(0.001)
+        reason = "answered 500" if fault == "an error" else "1 requests and had not within 0.3 s"
+        with pytest.raises(EngineUnavailable, match=reason):
+            await engine.interrupt()
+        with pytest.raises(EngineUnavailable, match=reason):
+            await task
+        assert engine.gone.is_set()
+        return engine
+
+    assert talk(server, call).lost
+
+
+def test_an_interrupt_inside_an_update_may_take_as_long_as_that(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "ABORT_LIMIT_SECONDS", 0.1)
+    server.tokens, server.logprobs, server.seconds_per_token = TOKENS, LOGPROBS, 0.01
+
+    async def call(engine: VllmEngine) -> GenerationResult:
+        task = asyncio.ensure_future(engine.generate(REQUEST))
+        while server.sampled < 2:
+            await asyncio.sleep(0.001)
+        loading = asyncio.ensure_future(engine.load(INFO, PAYLOAD))
+        while not server.paused:
+            await asyncio.sleep(0.001)
+        server.hangs = {"/abort_requests"}
+        interrupting = asyncio.ensure_future(engine.interrupt())
+        await asyncio.sleep(0.3)
+        assert not interrupting.done()
+        server.hangs = set()
+        await interrupting
+        await loading
+        return await task
+
+    assert talk(server, call).finish_reason == "abort"
 
 
 def test_a_request_that_waits_for_an_update_is_interrupted_without_tokens(
