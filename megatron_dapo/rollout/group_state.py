@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from typing import Literal, TypedDict
 
 import numpy as np
 import pydantic
@@ -15,8 +16,11 @@ from megatron_dapo.rollout.continuation import Unfinished
 from megatron_dapo.rollout.draft import Draft, Member
 from megatron_dapo.types import FinishReason, Prompt, Response, Reward
 
-TOKEN = np.dtype("<i8")
-LOGPROB = np.dtype("<f8")
+TOKEN = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
+LOGPROB = {4: np.dtype("<f4"), 8: np.dtype("<f8")}
+"""By the bytes of a number. Engines compute log-probs in 32 bits; what does not fit into those,
+to the bit, is saved in 64."""
+Bytes = Literal[4, 8]
 
 
 class _Strict(BaseModel):
@@ -44,6 +48,9 @@ class _Member(_Strict):
 
     tokens: str
     logprobs: str
+    token_bytes: Bytes = 8
+    """Of a number in `tokens`, as in the first format, which did not say so."""
+    logprob_bytes: Bytes = 8
     spans: list[tuple[int, int]]
     pieces: int = 0
     finish_reason: FinishReason | None = None
@@ -98,14 +105,12 @@ def _member_state(member: Member) -> _Member:
     if response is None or reward is None:
         begun = member.begun or Unfinished((), (), (), 0)
         return _Member(
-            tokens=_pack(begun.token_ids, TOKEN),
-            logprobs=_pack(begun.logprobs, LOGPROB),
+            **_packed(begun.token_ids, begun.logprobs),
             spans=[*begun.version_spans],
             pieces=begun.pieces,
         )
     return _Member(
-        tokens=_pack(response.token_ids, TOKEN),
-        logprobs=_pack(response.rollout_logprobs, LOGPROB),
+        **_packed(response.token_ids, response.rollout_logprobs),
         spans=[*response.version_spans],
         finish_reason=response.finish_reason,
         policy_version=response.policy_version,
@@ -135,8 +140,8 @@ def _draft(index: int, item: JsonValue, group_size: int) -> Draft:
 
 
 def _member(prompt: Prompt, index: int, saved: _Member) -> Member:
-    tokens = tuple(_unpack(saved.tokens, TOKEN))
-    logprobs = tuple(_unpack(saved.logprobs, LOGPROB))
+    tokens = tuple(_unpack(saved.tokens, TOKEN[saved.token_bytes]))
+    logprobs = tuple(_unpack(saved.logprobs, LOGPROB[saved.logprob_bytes]))
     starts = [start for start, _ in saved.spans]
     if len(tokens) != len(logprobs):
         raise ValueError(f"response {index}: {len(tokens)} tokens but {len(logprobs)} log-probs")
@@ -164,8 +169,29 @@ def _member(prompt: Prompt, index: int, saved: _Member) -> Member:
     return Member(index, response=response, reward=Reward(**saved.reward.model_dump()))
 
 
-def _pack(values: Sequence[float], dtype: np.dtype) -> str:
-    return base64.b64encode(np.asarray(values, dtype=dtype).tobytes()).decode("ascii")
+class _Packed(TypedDict):
+    tokens: str
+    logprobs: str
+    token_bytes: Bytes
+    logprob_bytes: Bytes
+
+
+def _packed(token_ids: Sequence[int], logprobs: Sequence[float]) -> _Packed:
+    """In as few bytes as hold them exactly."""
+    exact = np.asarray(logprobs, dtype=LOGPROB[8])
+    with np.errstate(over="ignore"):  # what does not fit is saved as it is
+        short = exact.astype(LOGPROB[4])
+    fits = np.array_equal(short, exact)
+    return _Packed(
+        tokens=_base64(np.asarray(token_ids, dtype=TOKEN[4])),
+        logprobs=_base64(short if fits else exact),
+        token_bytes=4,
+        logprob_bytes=4 if fits else 8,
+    )
+
+
+def _base64(values: np.ndarray) -> str:
+    return base64.b64encode(values.tobytes()).decode("ascii")
 
 
 def _unpack(text: str, dtype: np.dtype) -> list:

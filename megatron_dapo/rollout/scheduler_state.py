@@ -62,7 +62,8 @@ class _Ahead(_Strict):
 
 
 class _Saved(_Strict):
-    format: Literal[1]
+    format: Literal[1, 2]
+    """1: token ids and log-probs in 64 bits, always; nothing else differs."""
     keep_rate: float = pydantic.Field(gt=0, le=1)
     measured_steps: int = pydantic.Field(ge=0)
     ready: list[JsonValue]
@@ -74,7 +75,7 @@ def state_to_json(state: SchedulerState) -> dict[str, JsonValue]:
     """Everything that `state_from_json` needs."""
     ahead = state.ahead
     saved = _Saved(
-        format=1,
+        format=2,
         keep_rate=state.rate.value,
         measured_steps=state.rate.steps,
         ready=drafts_to_json(state.ready),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,16 +100,18 @@ def set_top(key: str, value: object) -> Callable[[Any], None]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Any], None], str]] = {
-    "a log-prob short": (in_member("logprobs", "AAAAAAAA4L8="), "2 tokens but 1 log-probs"),
+    "a log-prob short": (in_member("logprobs", "AAAAvw=="), "2 tokens but 1 log-probs"),
     "no base64": (in_member("tokens", "%%%"), "packed numbers"),
     "cut bytes": (in_member("tokens", "AAAA"), "buffer size"),
-    "infinite log-prob": (in_member("logprobs", "AAAAAAAA8H8AAAAAAADwfw=="), "log-prob of inf"),
+    "infinite log-prob": (in_member("logprobs", "AACAfwAAgH8="), "log-prob of inf"),
+    "other widths": (in_member("token_bytes", 8), "1 tokens but 2 log-probs"),
+    "no width": (in_member("logprob_bytes", 2), "logprob_bytes"),
     "spans of nowhere": (in_member("spans", [[1, 4]]), "spans"),
     "no seed": (in_member("seed", None), "finish reason, version or seed is missing"),
     "unknown key": (in_member("colour", "red"), "colour"),
     "another group size": (drop_member, r"1 responses and rollout\.group_size=2"),
     "complete as unfinished": (swap, "an incomplete group as complete"),
-    "another format": (set_top("format", 2), "format"),
+    "another format": (set_top("format", 3), "format"),
     "a rate of nothing": (set_top("keep_rate", 0.0), "keep_rate"),
     "no list": (set_top("ready", {}), "ready"),
 }
@@ -122,6 +126,36 @@ def test_a_damaged_state_is_refused_with_the_reason(what: str) -> None:
     change(saved)
     with pytest.raises(DraftStateError, match=reason):
         state_from_json(saved, 2)
+
+
+def test_a_state_of_the_first_format_comes_back() -> None:
+    state = SchedulerState(KeepRate(0.5, 3), [complete()], [begun()], None)
+    saved = json.loads(json.dumps(state_to_json(state)))
+    saved["format"] = 1
+    for draft in saved["ready"] + saved["unfinished"]:
+        for member in draft["members"]:
+            for key, width, short, wide in (
+                ("tokens", "token_bytes", "<i4", "<i8"),
+                ("logprobs", "logprob_bytes", "<f4", "<f8"),
+            ):
+                assert member.pop(width) == 4
+                values = np.frombuffer(base64.b64decode(member[key]), dtype=short)
+                member[key] = base64.b64encode(values.astype(wide).tobytes()).decode()
+    found = state_from_json(saved, 2)
+    assert [told(draft) for draft in found.ready] == [told(complete())]
+    assert [told(draft) for draft in found.unfinished] == [told(begun())]
+
+
+@pytest.mark.parametrize(("logprob", "most"), [(-0.1, 17), (float(np.float32(-0.1)), 11)])
+def test_numbers_take_no_more_bytes_than_they_need(logprob: float, most: int) -> None:
+    """Base64 of 4 bytes a token id, and of 4 for a log-prob that an engine computed in 32 bits."""
+    draft = Draft.new(Prompt("p", "", (3,), "2"), 1, 1, 0, 2)
+    count = 3000
+    draft.members[0].begun = Unfinished((7,) * count, (logprob,) * count, ((0, 4),), 1)
+    text = json.dumps(drafts_to_json([draft]))
+    assert len(text) < most * count
+    (again,) = drafts_from_json(json.loads(text), 2)
+    assert again.members[0].begun == draft.members[0].begun
 
 
 def test_a_copy_does_not_change_with_what_is_sampled_later() -> None:
