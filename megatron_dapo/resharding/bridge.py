@@ -234,8 +234,10 @@ class Bridge:
             self.outbox.start()
         failure: Exception | None = None
         try:
-            with self._calling_off(chosen):
+            with self._calling_off(chosen) as called_off:
                 self._sender.send(version, self.outbox, chosen)
+            if called_off.is_set():  # its note stays where they met, and would end the next update
+                raise RuntimeError(f"an engine failed before all had taken weights {version}")
         except FAILURES as error:
             failure = error
             clear_frames(error.__traceback__)  # what they hold would keep connections open
@@ -256,24 +258,24 @@ class Bridge:
             )
 
     @contextmanager
-    def _calling_off(self, engines: tuple[int, ...]) -> Iterator[None]:
-        """Meanwhile nobody waits for these engines once one of them has failed."""
-        failure = self._failure
-        if failure is None:
-            yield
+    def _calling_off(self, engines: tuple[int, ...]) -> Iterator[threading.Event]:
+        """Meanwhile nobody waits for these engines once one of them has failed; set: it has."""
+        failure, called_off, over = self._failure, threading.Event(), threading.Event()
+        if failure is None or self.transport == "files":  # over files nobody waits
+            yield called_off
             return
-        over = threading.Event()
 
         def watch() -> None:
             while not over.wait(POLL_SECONDS):
                 if (said := failure()) is not None:
+                    called_off.set()
                     self._sender.call_off(engines, str(said))
                     return
 
         thread = threading.Thread(target=watch, name="engines that fail", daemon=True)
         thread.start()
         try:
-            yield
+            yield called_off
         finally:
             over.set()
             thread.join()

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_dapo.resharding.messages import Message, Outbox, fill
 from megatron_dapo.resharding.transport import (
     CALLED_OFF,
+    LEADER,
     UpdatePayload,
     member_name,
     open_store,
@@ -102,7 +103,11 @@ def map_buffer(note: str, whose: str) -> Tensor:
 
 @dataclass(frozen=True)
 class NoteBoard:
-    """Short notes between the trainers and the workers of one engine."""
+    """Short notes between the trainers and the workers of one engine.
+
+    Each version has a board of its own, so that notes do not pile up; what is good for many
+    versions, the handles of buffers, is on another one.
+    """
 
     directory: Path
     replica: int
@@ -111,11 +116,21 @@ class NoteBoard:
     workers: int
     timeout: timedelta
 
-    def open(self) -> dist.FileStore:
-        """The board; whoever comes first makes it."""
-        store = open_store(self.directory / f"notes_{self.replica}_{self.generation}")
+    def open(self, version: int | None = None) -> dist.FileStore:
+        """The board of a version, or of the handles; whoever comes first makes it."""
+        store = open_store(self._path("handles" if version is None else str(version)))
         store.set_timeout(self.timeout)
         return store
+
+    def remove(self, *, but: int) -> None:
+        """Forget the notes about all other versions; nobody may be using them."""
+        kept = {self._path("handles"), self._path(str(but))}
+        for path in self.directory.glob(f"notes_{self.replica}_*"):
+            if path not in kept:
+                path.unlink()
+
+    def _path(self, what: str) -> Path:
+        return self.directory / f"notes_{self.replica}_{self.generation}_{what}"
 
     def read(self, store: dist.Store, key: str, what: str) -> str:
         """A note, once it is there.
@@ -160,7 +175,11 @@ class CudaIpcSender:
         require_cuda()
         self._boards = list(boards)
         self._rank, self._device, self._bucket_bytes = rank, device, bucket_bytes
-        self._stores: dict[int, dist.FileStore] = {}
+        self._handles: dict[int, dist.FileStore] = {}
+        """By engine: where it finds the buffers."""
+        self._notes: dict[int, dist.FileStore] = {}
+        """By engine: about the version that is sent."""
+        self._version = -1
         self._slots: list[Tensor] = []
         self._shared: set[tuple[int, int, int]] = set()
         """(engine, slot, worker) of every export."""
@@ -169,11 +188,12 @@ class CudaIpcSender:
 
     def prepare(self, version: int, outbox: Outbox) -> None:
         """A version that was sent before needs boards without notes about it."""
+        self._version = version
         if version in self._sent:
             self.rejoin(tuple(range(len(self._boards))))
 
     def describe(self, payload: UpdatePayload) -> None:
-        """Name the board that each engine reads."""
+        """Name the boards that each engine reads."""
         payload["generations"] = [board.generation for board in self._boards]
 
     def send(self, version: int, outbox: Outbox, engines: tuple[int, ...]) -> None:
@@ -182,12 +202,13 @@ class CudaIpcSender:
         Raises:
             RuntimeError: a worker that does not read in time, by name; then `rejoin`.
         """
+        self._sent.add(version)
+        self._notes = {engine: self._boards[engine].open(version) for engine in engines}
         for engine in engines:
-            if engine not in self._stores:
-                self._stores[engine] = self._boards[engine].open()
+            if engine not in self._handles:
+                self._handles[engine] = self._boards[engine].open()
         batches = outbox.batches(self._bucket_bytes)
         slots = self._share(batches, engines)
-        self._sent.add(version)
         prefix = f"{version}_{self._rank}"
         for number, batch in enumerate(batches):
             if number >= len(slots):
@@ -197,7 +218,7 @@ class CudaIpcSender:
                 outbox.pack(message, slot[start : start + message.num_bytes])
             torch.cuda.synchronize(self._device)  # readers see the buffer, not the stream
             for engine in engines:
-                self._stores[engine].set(f"ready_{prefix}_{number}", "1")
+                self._notes[engine].set(f"ready_{prefix}_{number}", "1")
         for number in range(max(len(batches) - 2, 0), len(batches)):
             self._wait_until_read(prefix, number, batches, engines)
 
@@ -216,7 +237,7 @@ class CudaIpcSender:
             for slot, worker in sorted(readers):
                 if (engine, slot, worker) not in self._shared:
                     note = export_buffer(self._slots[slot])
-                    self._stores[engine].set(f"buffer_{self._rank}_{slot}_{worker}", note)
+                    self._handles[engine].set(f"buffer_{self._rank}_{slot}_{worker}", note)
                     self._shared.add((engine, slot, worker))
         return self._slots
 
@@ -232,7 +253,7 @@ class CudaIpcSender:
             for message in batches[number]:
                 who = member_name(board.trainers + message.receiver, board.trainers, engine)
                 board.read(
-                    self._stores[engine],
+                    self._notes[engine],
                     f"read_{prefix}_{number}_{message.receiver}",
                     f"{who} did not read bucket {message.bucket} of the new weights",
                 )
@@ -240,22 +261,27 @@ class CudaIpcSender:
     def call_off(self, engines: tuple[int, ...], reason: str) -> None:
         """All who wait on the boards of these engines stop."""
         for engine in engines:
-            self._boards[engine].open().set(CALLED_OFF, reason)
+            self._boards[engine].open(self._version).set(CALLED_OFF, reason)
 
     def rejoin(self, engines: tuple[int, ...]) -> None:
         """Leave the boards of these engines; the next payload names new ones."""
         for engine in engines:
-            self._stores.pop(engine, None)
+            self._handles.pop(engine, None)
+            self._notes.pop(engine, None)
             self._shared = {export for export in self._shared if export[0] != engine}
             old = self._boards[engine]
             self._boards[engine] = replace(old, generation=old.generation + 1)
 
     def acknowledged(self, version: int) -> None:
-        """Nothing is kept of any version."""
+        """Notes about earlier versions go."""
+        if self._rank == LEADER:
+            for board in self._boards:
+                board.remove(but=version)
 
     def close(self) -> None:
         """Leave all boards and let go of the buffers."""
-        self._stores.clear()
+        self._handles.clear()
+        self._notes.clear()
         self._shared.clear()
         self._slots.clear()
 
@@ -277,7 +303,8 @@ class CudaIpcReceiver:
     ) -> None:
         require_cuda()
         self._plan, self._board, self._receiver, self._device = plan, board, receiver, device
-        self._store: dist.FileStore | None = None
+        self._handles: dist.FileStore | None = None
+        self._notes: dist.FileStore | None = None
         self._version = -1
         self._places: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._walked = 0
@@ -289,31 +316,32 @@ class CudaIpcReceiver:
         self.staging_bytes = 0
 
     def begin(self, payload: UpdatePayload) -> None:
-        """Turn to the board that the payload names."""
+        """Turn to the boards that the payload names."""
         self.end()
         generation = payload["generations"][self._board.replica]
-        if self._store is None or generation != self._board.generation:
+        if self._handles is None or generation != self._board.generation:
             self._buffers.clear()  # they may be another process's by now
             self._board = replace(self._board, generation=generation)
-            self._store = self._board.open()
+            self._handles = self._board.open()
         self._version = payload["policy_version"]
+        self._notes = self._board.open(self._version)
 
     def receive(self, bucket: int, sender: int) -> Tensor:
         """One message: a view of the sender's buffer, or a copy from another GPU."""
         self._release()
-        assert self._store is not None, "begin opens the board"
+        assert self._handles is not None and self._notes is not None, "begin opens the boards"
         number, start, size = self._place(bucket, sender)
         prefix = f"{self._version}_{sender}"
         who = f"trainer rank {sender}"
         self._board.read(
-            self._store,
+            self._notes,
             f"ready_{prefix}_{number}",
             f"{who} did not offer bucket {bucket} of the new weights",
         )
         slot = number % 2
         if (sender, slot) not in self._buffers:
             note = self._board.read(
-                self._store,
+                self._handles,
                 f"buffer_{sender}_{slot}_{self._receiver}",
                 f"{who} did not share its buffers",
             )
@@ -350,9 +378,9 @@ class CudaIpcReceiver:
 
     def _release(self) -> None:
         """Say that the last message has been used, after the device has."""
-        if self._unread is not None and self._store is not None:
+        if self._unread is not None and self._notes is not None:
             torch.cuda.synchronize(self._device)
-            self._store.set(self._unread, "1")
+            self._notes.set(self._unread, "1")
         self._unread = None
 
     def end(self) -> None:
@@ -360,7 +388,7 @@ class CudaIpcReceiver:
         self._release()
 
     def close(self) -> None:
-        """Leave the board and let go of the trainers' buffers."""
+        """Leave the boards and let go of the trainers' buffers."""
         self.end()
         self._buffers.clear()
-        self._store = None
+        self._handles = self._notes = None

@@ -149,7 +149,8 @@ class Meeting:
         except RuntimeError as error:
             raise RuntimeError(
                 f"{self.name(rank)} could not connect to trainers and workers of engine "
-                f"{self.replica}: {first_line(error)}"
+                f"{self.replica}: {first_line(error)}. They use loopback unless "
+                "GLOO_SOCKET_IFNAME names the interface that joins their machines"
             ) from error
 
 

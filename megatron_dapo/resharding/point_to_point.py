@@ -195,13 +195,7 @@ class PointToPointReceiver:
         self._expected: deque[tuple[int, int, Tensor, dist.Work]] = deque()
         self._asked = 0
         self.staging_bytes = 0
-        self._sizes = [
-            {
-                sender: plan.message_bytes(bucket, sender, receiver)
-                for sender in plan.senders_of(bucket, receiver)
-            }
-            for bucket in range(plan.num_buckets)
-        ]
+        self._sizes = [plan.message_sizes(bucket, receiver) for bucket in range(plan.num_buckets)]
 
     def begin(self, payload: UpdatePayload) -> None:
         """Join the trainers, on first use or after a failure, and ask for the first buckets.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -42,8 +43,9 @@ class Part(Protocol):
 
 
 class PlannedWeights:
-    """What one engine worker needs to take updates by a plan; keeps nothing between updates but
-    digests and counts.
+    """What one engine worker needs to take updates by a plan.
+
+    It keeps no weights between updates, only digests and counts.
 
     Args:
         plan: the trainer's, computed here.
@@ -83,11 +85,11 @@ class PlannedWeights:
             ValueError: the payload names a place where no weights may come from.
         """
         started = time.monotonic()
-        self._begin()
         try:
+            self._begin()
             self.receiver.begin(payload)
-            for bucket in range(self.plan.num_buckets):
-                for sender in self.plan.senders_of(bucket, self.tensor_rank):
+            for bucket, senders in enumerate(self._senders):
+                for sender in senders:
                     self._take(bucket, sender)
         finally:
             self._tensors.clear()
@@ -130,6 +132,12 @@ class PlannedWeights:
     def close(self) -> None:
         """Leave the transport."""
         self.receiver.close()
+
+    @cached_property
+    def _senders(self) -> list[tuple[int, ...]]:
+        """By bucket: the trainer ranks whose messages come, in their order."""
+        buckets = range(self.plan.num_buckets)
+        return [self.plan.senders_of(bucket, self.tensor_rank) for bucket in buckets]
 
     def _begin(self) -> None:
         self._digests, self._bytes_received, self._peak_bytes = {}, 0, 0

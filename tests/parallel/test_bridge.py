@@ -32,7 +32,7 @@ from megatron_dapo.resharding.bridge import Bridge
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.plan import build_plan
 from megatron_dapo.resharding.private_directory import PREFIX
-from megatron_dapo.resharding.transport import UpdatePayload
+from megatron_dapo.resharding.transport import POLL_SECONDS, UpdatePayload
 from tests.plain_engine import PlainWorker, vllm_tensors
 from tests.ranks import run_ranks
 from tests.tiny_models import FAMILIES, tiny_model
@@ -252,6 +252,31 @@ def _an_engine_that_refuses_is_heard_on_every_rank_at_once(folder: Path) -> None
         _assert_holds_the_folder(run, run.sync(2))
 
 
+def _an_engine_that_fails_at_the_very_end_ends_the_update_on_every_rank(folder: Path) -> None:
+    """All messages are out, but the others were told not to wait: that must not outlive it."""
+    config = _config(folder, ParallelConfig(tensor=2), "gloo")
+    with _running(config, folder.parent) as run:
+        send = run.bridge._sender.send
+        refusal = RuntimeError("rollout engine 1 answered 500: its kernel takes no such weights")
+
+        def send_and_hear(*arguments):  # type: ignore[no-untyped-def]
+            send(*arguments)
+            run.said.append(refusal)
+            time.sleep(5 * POLL_SECONDS)
+
+        run.bridge._sender.send = send_and_hear  # type: ignore[method-assign]
+        payload = run.bridge.prepare(1)
+        receiving = run.take(payload)
+        wanted = "answered 500" if run.parallel.rank == 0 else "trainer rank 0 could not send"
+        with pytest.raises(RuntimeError, match=wanted):
+            run.bridge.send(1)
+        run.bridge._sender.send = send  # type: ignore[method-assign]
+        assert [future.exception() for future in receiving] == [None] * len(receiving)
+        assert run.bridge.payload()["generations"] == [1, 1]
+        run.said.clear()
+        _assert_holds_the_folder(run, run.sync(2))
+
+
 def _a_rank_that_is_done_waits_for_one_that_writes_for_long(folder: Path) -> None:
     config = _config(folder, ParallelConfig(tensor=2), "files")
     short = config.resharding.model_copy(update={"timeout_seconds": 1})
@@ -324,6 +349,7 @@ def _walk_two_ranks(rank: int, world: int, root: Path) -> None:
         _one_trainer_with_other_weights_is_found(root / "qwen3", transport)
     _a_dead_engine_ends_the_update_on_every_rank_that_waits_for_it(root / "qwen2")
     _an_engine_that_refuses_is_heard_on_every_rank_at_once(root / "qwen2")
+    _an_engine_that_fails_at_the_very_end_ends_the_update_on_every_rank(root / "qwen2")
     _a_rank_that_is_done_waits_for_one_that_writes_for_long(root / "qwen2")
     _a_full_disk_stops_all_ranks(root / "qwen2")
     for transport in ("files", "gloo"):

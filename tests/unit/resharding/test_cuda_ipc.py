@@ -93,6 +93,60 @@ def test_workers_read_every_message_before_its_buffer_is_packed_again(
 
 
 @pytest.mark.usefixtures("mapped_by_name")
+def test_notes_of_updates_do_not_pile_up(tmp_path: Path) -> None:
+    trainers, engine = senders(tmp_path), workers("cuda_ipc", tmp_path, timeout=60)
+    sizes = []
+    for version in range(1, 5):
+        payload = payload_of(trainers, version)
+        errors = in_parallel(
+            *(
+                partial(trainers[r].send, version, outbox(r, version), (0,))
+                for r in range(TRAINERS)
+            ),
+            *(partial(worker.weights.receive, payload) for worker in engine),
+        )
+        assert errors == [None] * 4
+        for trainer in trainers:
+            trainer.acknowledged(version)
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"notes_0_0_handles", f"notes_0_0_{version}"}
+        sizes.append(sum(path.stat().st_size for path in tmp_path.iterdir()))
+    assert sizes[-1] < 1.2 * sizes[0]
+
+
+@pytest.mark.usefixtures("mapped_by_name")
+def test_what_ended_one_update_does_not_end_the_next(tmp_path: Path) -> None:
+    trainers, engine = senders(tmp_path), workers("cuda_ipc", tmp_path, timeout=60)
+    payload_of(trainers, 1)
+    trainers[0].call_off((0,), "rollout engine 1 answered 400")
+    payload = payload_of(trainers, 2)
+    errors = in_parallel(
+        *(partial(trainers[r].send, 2, outbox(r, 2), (0,)) for r in range(TRAINERS)),
+        *(partial(worker.weights.receive, payload) for worker in engine),
+    )
+    assert errors == [None] * 4
+
+
+@pytest.mark.usefixtures("mapped_by_name")
+def test_ranks_meet_again_after_one_of_them_failed_before_it_sent_anything(tmp_path: Path) -> None:
+    trainers, engine = senders(tmp_path), workers("cuda_ipc", tmp_path, timeout=60)
+    payload_of(trainers, 1)
+    boxes = [outbox(rank, 1) for rank in range(TRAINERS)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainers[1], "_share", lambda *batches: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainers[1].send(1, boxes[1], (0,))
+    trainers[0]._sent.add(1)  # the other rank got further
+    payload = payload_of(trainers, 1)
+    assert len({trainer._boards[0].generation for trainer in trainers}) == 1
+    errors = in_parallel(
+        *(partial(trainers[r].send, 1, boxes[r], (0,)) for r in range(TRAINERS)),
+        *(partial(worker.weights.receive, payload) for worker in engine),
+    )
+    assert errors == [None] * 4
+
+
+@pytest.mark.usefixtures("mapped_by_name")
 def test_a_worker_that_does_not_read_is_named(tmp_path: Path) -> None:
     trainers = senders(tmp_path, timeout=3)
     engine: list[PlainWorker] = workers("cuda_ipc", tmp_path, timeout=3)
