@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal, TypedDict
 
@@ -16,8 +16,9 @@ from megatron_dapo.rollout.continuation import Unfinished
 from megatron_dapo.rollout.draft import Draft, Member
 from megatron_dapo.types import FinishReason, Prompt, Response, Reward
 
-TOKEN = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
-LOGPROB = {4: np.dtype("<f4"), 8: np.dtype("<f8")}
+DTypes = Mapping[int, np.dtype]
+TOKEN: DTypes = {4: np.dtype("<i4"), 8: np.dtype("<i8")}
+LOGPROB: DTypes = {4: np.dtype("<f4"), 8: np.dtype("<f8")}
 """By the bytes of a number. Engines compute log-probs in 32 bits; what does not fit into those,
 to the bit, is saved in 64."""
 Bytes = Literal[4, 8]
@@ -177,21 +178,21 @@ class _Packed(TypedDict):
 
 
 def _packed(token_ids: Sequence[int], logprobs: Sequence[float]) -> _Packed:
-    """In as few bytes as hold them exactly."""
-    exact = np.asarray(logprobs, dtype=LOGPROB[8])
-    with np.errstate(over="ignore"):  # what does not fit is saved as it is
-        short = exact.astype(LOGPROB[4])
-    fits = np.array_equal(short, exact)
+    tokens, token_bytes = _pack(token_ids, TOKEN)
+    packed, logprob_bytes = _pack(logprobs, LOGPROB)
     return _Packed(
-        tokens=_base64(np.asarray(token_ids, dtype=TOKEN[4])),
-        logprobs=_base64(short if fits else exact),
-        token_bytes=4,
-        logprob_bytes=4 if fits else 8,
+        tokens=tokens, logprobs=packed, token_bytes=token_bytes, logprob_bytes=logprob_bytes
     )
 
 
-def _base64(values: np.ndarray) -> str:
-    return base64.b64encode(values.tobytes()).decode("ascii")
+def _pack(values: Sequence[float], dtypes: DTypes) -> tuple[str, Bytes]:
+    """In as few bytes as hold them exactly, and how many that are for each."""
+    exact = np.asarray(values, dtype=dtypes[8])
+    with np.errstate(over="ignore"):
+        short = exact.astype(dtypes[4])
+    fits = np.array_equal(short, exact)
+    text = base64.b64encode((short if fits else exact).tobytes()).decode("ascii")
+    return text, 4 if fits else 8
 
 
 def _unpack(text: str, dtype: np.dtype) -> list:

@@ -56,6 +56,15 @@ def told(draft: Draft) -> tuple[object, ...]:
     return (draft.prompt, draft.step, draft.event, draft.version, members, draft.group)
 
 
+@pytest.mark.parametrize("token", [0, 2**31 - 1, 2**31, 2**62])
+@pytest.mark.parametrize("logprob", [0.0, -0.1, -1e300])
+def test_numbers_of_any_size_come_back(token: int, logprob: float) -> None:
+    draft = begun()
+    draft.members[0].begun = Unfinished((token,), (logprob,), ((0, 4),), 1)
+    state = json.loads(json.dumps(drafts_to_json([draft])))
+    assert [told(again) for again in drafts_from_json(state, 2)] == [told(draft)]
+
+
 @given(st.lists(drafts(), max_size=3))
 def test_drafts_come_back_to_the_bit(saved: list[Draft]) -> None:
     state = json.loads(json.dumps(drafts_to_json(saved)))
