@@ -100,6 +100,16 @@ class RunningTrain:
             time.sleep(0.1)
         assert self.remains() == []
 
+    def finish(self) -> str:
+        """Wait for its end, which must be a good one and leave nothing; what it wrote."""
+        while self.process.poll() is None:
+            self.note_files()
+            time.sleep(0.2)
+        output = self.output()
+        assert self.process.returncode == 0, output
+        self.wait_until_gone()
+        return output
+
     def output(self) -> str:
         """What the command wrote; call it once, after its end."""
         return "".join(text or "" for text in self.process.communicate())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -68,22 +69,41 @@ def damage_files(damage: Callable[[Path], None]) -> None:
     Bridge.prepare = damaging  # type: ignore[assignment,method-assign]
 
 
-def kill_at(when: str, path: str, *, time: int) -> None:
-    """Kill all engines before the request `path` is sent, or after it is answered."""
-    send, seen = EngineHttp.send, []
+def look_at_exchanges(look: Callable[[str, str], None]) -> None:
+    """`look("before", path)` and `look("after", path)` of every exchange with an engine."""
+    send = EngineHttp.send
 
-    async def killing(http: EngineHttp, method: str, target: str, *rest: object, **more: object):  # type: ignore[no-untyped-def]
-        hit = target.split("?")[0] == path
-        seen.extend([target] * hit)
-        hit = hit and len(seen) == time
-        if hit and when == "before":
-            kill_engines()
+    async def looking(http: EngineHttp, method: str, target: str, *rest: object, **more: object):  # type: ignore[no-untyped-def]
+        path = target.split("?")[0]
+        look("before", path)
         answer = await send(http, method, target, *rest, **more)  # type: ignore[arg-type]
-        if hit and when == "after":
-            kill_engines()
+        look("after", path)
         return answer
 
-    EngineHttp.send = killing  # type: ignore[method-assign]
+    EngineHttp.send = looking  # type: ignore[assignment,method-assign]
+
+
+def kill_at(when: str, path: str, *, time: int) -> None:
+    """Kill all engines before the request `path` is sent, or after it is answered."""
+    seen: list[str] = []
+
+    def look(now: str, at: str) -> None:
+        if (now, at) == (when, path):
+            seen.append(at)
+            if len(seen) == time:
+                kill_engines()
+
+    look_at_exchanges(look)
+
+
+@contextmanager
+def mended() -> Iterator[None]:
+    """What is broken inside is whole again afterwards."""
+    http, bridge = EngineHttp.send, Bridge.send
+    try:
+        yield
+    finally:
+        EngineHttp.send, Bridge.send = http, bridge  # type: ignore[method-assign]
 
 
 def kill_while_receiving() -> None:

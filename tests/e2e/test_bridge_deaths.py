@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from megatron_dapo.observability.run_files import read_metrics
-from megatron_dapo.resharding.bridge import Bridge
-from megatron_dapo.rollout.engine_http import EngineHttp
 from megatron_dapo.rollout.member_sampler import EnginesLost
 from megatron_dapo.trainer import Trainer
 from tests.e2e import sabotage
@@ -46,19 +42,13 @@ LONGEST_END_SECONDS = 60.0
 RESPONSES_OF_A_STEP = 16
 
 
-@contextmanager
-def killed(moment: str) -> Iterator[None]:
-    """Inside, all engines of this process are killed at that moment of the first update."""
-    http, bridge = EngineHttp.send, Bridge.send
+def kill_engines_at(moment: str) -> None:
+    """All engines of this process are killed at that moment of the next update."""
     if moment == RECEIVING:
         sabotage.kill_while_receiving()
     else:
         when, path = moment.split(" ")
         sabotage.kill_at(when, path, time=1)
-    try:
-        yield
-    finally:
-        EngineHttp.send, Bridge.send = http, bridge  # type: ignore[method-assign]
 
 
 def update_through(trainer: Trainer, moment: str) -> None:
@@ -66,7 +56,8 @@ def update_through(trainer: Trainer, moment: str) -> None:
     trainer.policy_version = sabotage.FIRST_TRAINED
     change_weights(trainer, 1.001)
     if trainer.parallel.rank == 0:
-        with killed(moment):
+        with sabotage.mended():
+            kill_engines_at(moment)
             trainer.sync_weights()
     else:
         trainer.sync_weights()
@@ -180,12 +171,7 @@ def test_a_run_whose_engine_dies_inside_an_update_ends_with_all_its_steps(
     environment = sabotage.sabotaged(fault, tmp_path / "first")
     run = start_train(start, name, *settings, environment=environment)
     try:
-        while run.process.poll() is None:
-            run.note_files()
-            time.sleep(0.2)
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.wait_until_gone()
+        run.finish()
     finally:
         run.close()
     metrics = read_metrics(run.metrics_file)

@@ -9,8 +9,6 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,11 +16,11 @@ import psutil
 import pytest
 
 from megatron_dapo.observability.run_files import read_metrics
-from megatron_dapo.rollout.engine_http import EngineHttp
 from megatron_dapo.rollout.generate_route import GENERATE
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.vllm_server import session_members
 from megatron_dapo.trainer import Trainer
+from tests.e2e import sabotage
 from tests.e2e.processes import RunningTrain, start_train
 from tests.e2e.runs import make_start
 from tests.e2e.test_signals import phase_of
@@ -72,25 +70,6 @@ class Victims:
         return (when, path) == now and self.seen[f"{when} {path}"] >= time
 
 
-@contextmanager
-def watched(victims: Victims) -> Iterator[None]:
-    """Inside, every exchange with an engine is looked at."""
-    send = EngineHttp.send
-
-    async def looking(http: EngineHttp, method: str, target: str, *rest: object, **more: object):  # type: ignore[no-untyped-def]
-        path = target.split("?")[0]
-        victims.look("before", path)
-        answer = await send(http, method, target, *rest, **more)  # type: ignore[arg-type]
-        victims.look("after", path)
-        return answer
-
-    EngineHttp.send = looking  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        EngineHttp.send = send  # type: ignore[method-assign]
-
-
 def check_samples(step: RolloutStep, version: int) -> None:
     """Each sample is there once, from the weights of its step."""
     assert len(step.groups) == PROMPTS
@@ -127,7 +106,8 @@ def lose_engines(
                 victims.left = [("before", GENERATE, 2), ("before", GENERATE, 2)]
             if moment in ("before the step", "between steps"):
                 victims.strike()
-            with watched(victims):
+            with sabotage.mended():
+                sabotage.look_at_exchanges(victims.look)
                 assert trainer.step(step), moment
             assert len(collected) == step, moment
             check_samples(collected[-1], step - 1)
@@ -203,12 +183,7 @@ def test_a_run_whose_engine_is_lost_inside_a_step_ends_with_all_its_steps(
         run.wait_for("step 2", lambda: phase_of(run.folder) == "gen 2")
         for pid in session_members(session):
             os.kill(pid, number)
-        while run.process.poll() is None:
-            run.note_files()
-            time.sleep(0.5)
-        output = run.output()
-        assert run.process.returncode == 0, output
-        run.wait_until_gone()
+        output = run.finish()
     finally:
         run.close()
     metrics = read_metrics(run.metrics_file)
