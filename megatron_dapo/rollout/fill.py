@@ -46,10 +46,13 @@ class Fill:
     """Length of the prefix so far."""
     prefix_usable: int = 0
     prefix_wants: int = 0
-    """Most drafts that any prefix so far let expect to be needed."""
+    """Drafts that are to be there, as far as the prefixes so far say: at first those of the first
+    wave, and more once that lets expect too few."""
 
     def note(self, draft: Draft) -> None:
         """One more draft is complete."""
+        if self.complete == 0:
+            self.prefix_wants = len(self.drafts)
         self.complete += 1
         self.usable += is_usable(draft, self.dynamic)
         while self.prefix < len(self.drafts) and not self.full:
@@ -58,10 +61,8 @@ class Fill:
                 break
             self.prefix += 1
             self.prefix_usable += is_usable(following, self.dynamic)
-            if not self.full:
-                # Of each prefix, also those that several completions at once have skipped over.
-                more = self._missing(self.prefix, self.prefix_usable, in_flight=0)
-                self.prefix_wants = max(self.prefix_wants, self.prefix + more)
+            if not self.full:  # looks at every prefix, also where several drafts end at once
+                self._look_at_prefix()
 
     @property
     def full(self) -> bool:
@@ -83,14 +84,21 @@ class Fill:
         if self.full or (self.drafts and not self.complete):
             return 0  # the first wave tells nothing yet
         in_flight = len(self.drafts) - self.complete
-        return min(self._missing(self.complete, self.usable, in_flight), room)
+        return min(self._missing(self.complete, self.usable, in_flight, self.by_prefix), room)
 
-    def _missing(self, complete: int, usable: int, in_flight: int) -> int:
+    def _look_at_prefix(self) -> None:
+        """A wave is asked for where too few are to be expected, and is then as safe as the first:
+        asking for safety at every prefix would bring small waves until late."""
+        if self.prefix + self._missing(self.prefix, self.prefix_usable, 0) > self.prefix_wants:
+            more = self._missing(self.prefix, self.prefix_usable, 0, safely=True)
+            self.prefix_wants = self.prefix + more
+
+    def _missing(self, complete: int, usable: int, in_flight: int, safely: bool = False) -> int:
         if not self.dynamic:
             return max(self.need - usable - in_flight, 0)
         rate = self.rate.within(usable, complete, self.target)
         need = self.need
-        if self.by_prefix:
+        if safely:
             need += math.ceil(spare_groups(math.ceil((need - usable) / rate), rate))
         return missing_prompts(need, usable, in_flight, rate)
 
