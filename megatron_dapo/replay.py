@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from megatron_dapo import device
 from megatron_dapo.config import load_config
-from megatron_dapo.config.load import RESOLVED_FILE
+from megatron_dapo.config.wrong_target import RESOLVED_FILE
 from megatron_dapo.observability.logs import quiet_logs
 from megatron_dapo.parallel.launch_env import read_launch_env
 from megatron_dapo.policy.critic import Critic

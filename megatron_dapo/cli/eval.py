@@ -22,6 +22,7 @@ from megatron_dapo.cli.terminal import open_console
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.config.evaluation_target import check_evaluation
 from megatron_dapo.config.load import save_resolved
+from megatron_dapo.config.run_dir_checks import run_dir_problems
 from megatron_dapo.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_dapo.evaluation.set_report import SetReport, report_set, reports_json
 from megatron_dapo.observability.evaluation_files import Sets, write_report, write_samples
@@ -53,6 +54,8 @@ def eval_main(options: argparse.Namespace) -> int:
         out = target.config.run_dir
         if (out / REPORT_FILE).exists():
             raise ConfigError(f"OUT={out} holds an evaluation already: name another with --out")
+        if problems := list(run_dir_problems(out, "OUT")):
+            raise ConfigError(problems)
         config = check_evaluation(target.config, weights=target.folder is not None)
         try:
             return _evaluate(target, config, options.sets)

@@ -17,8 +17,8 @@ from megatron_dapo.checkpoint.commit import (
 )
 from megatron_dapo.cli.export import find_checkpoint
 from megatron_dapo.config import ConfigError, RunConfig, load_config
-from megatron_dapo.config.load import RESOLVED_FILE
 from megatron_dapo.config.model_shape import read_hf_config
+from megatron_dapo.config.wrong_target import RESOLVED_FILE, instead, is_run, what_is
 
 HF_FOLDER = "hf"
 """What a run exports at its end."""
@@ -60,20 +60,20 @@ def find_target(
         ConfigError: none of them, or its configuration is wrong.
     """
     path = path.absolute()
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         _refuse_config(config_file, path)
         config = load_config(path, overrides)
         target = Target(config, config.model.path, None, 0)
         return _writing_to(target, out or config.run_dir / OUT_FOLDER / "start")
     if (path / "config.json").is_file():
         return _model_folder(path, overrides, config_file, out)
-    if not path.exists():
+    if not (is_run(path) or (is_run(path.parent.parent) and path.parent.name == CHECKPOINTS)):
         raise ConfigError(
-            f"TARGET={path} does not exist: give a YAML file, a run directory, one of its "
-            f"{CHECKPOINTS}/step_N folders, or a Hugging Face folder"
+            f"TARGET={path} {what_is(path)}: give a YAML file, a run directory, one of its "
+            f"{CHECKPOINTS}/step_N folders, or a Hugging Face folder.{instead(path)}"
         )
     _refuse_config(config_file, path)
-    run_dir, checkpoint = find_checkpoint(path)
+    run_dir, checkpoint = find_checkpoint(path, "TARGET")
     config = load_config(run_dir / RESOLVED_FILE, overrides)
     exported = run_dir / HF_FOLDER
     current = path == run_dir and _is_export_of(exported, checkpoint)

@@ -24,9 +24,10 @@ from megatron_dapo.checkpoint.commit import (
 )
 from megatron_dapo.cli.signals import leaving_through_clean_up
 from megatron_dapo.config import ConfigError, RunConfig, load_config
-from megatron_dapo.config.load import RESOLVED_FILE
 from megatron_dapo.config.model_family import family_problems
 from megatron_dapo.config.model_shape import read_hf_config
+from megatron_dapo.config.run_dir_checks import run_dir_problems
+from megatron_dapo.config.wrong_target import RESOLVED_FILE, instead, is_run, what_is
 from megatron_dapo.observability.logs import quiet_logs
 
 
@@ -38,10 +39,12 @@ def export_main(options: argparse.Namespace) -> int:
             or OUT exists.
     """
     quiet_logs()
-    run_dir, checkpoint = find_checkpoint(options.checkpoint.absolute())
     out = options.out.absolute()
     if out.exists():
         raise ConfigError(f"OUT={out} exists: name a folder that does not, nothing is overwritten")
+    if problems := list(run_dir_problems(out, "OUT")):
+        raise ConfigError(problems)
+    run_dir, checkpoint = find_checkpoint(options.checkpoint.absolute())
     config = export_config(run_dir, options.overrides)
     try:
         with leaving_through_clean_up():
@@ -110,26 +113,29 @@ def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
     )
 
 
-def find_checkpoint(path: Path) -> tuple[Path, Path]:
+def find_checkpoint(path: Path, key: str = "CHECKPOINT") -> tuple[Path, Path]:
     """Run directory and checkpoint that `path` names: a run (its newest one), or one of its steps.
+
+    Args:
+        key: by which the user names it.
 
     Raises:
         ConfigError: neither; the message says which steps there are.
     """
-    run_dir = path if (path / RESOLVED_FILE).is_file() else path.parent.parent
-    if not (run_dir / RESOLVED_FILE).is_file():
-        raise ConfigError(
-            f"CHECKPOINT={path}: must be a run directory (with {RESOLVED_FILE}) or one of its "
-            f"{CHECKPOINTS}/step_N folders"
-        )
+    run_dir = path if is_run(path) else path.parent.parent
     folder = run_dir / CHECKPOINTS
+    if not is_run(run_dir) or path not in (run_dir, folder / path.name):
+        raise ConfigError(
+            f"{key}={path} {what_is(path)}; must be a run directory (with {RESOLVED_FILE}) or "
+            f"one of its {CHECKPOINTS}/step_N folders.{instead(path)}"
+        )
     checkpoint = newest_complete(folder) if path == run_dir else path
     if checkpoint is None:
         raise ConfigError(
-            f"CHECKPOINT={path}: no complete checkpoint in {folder}; {_what_exists(folder)}"
+            f"{key}={path}: no complete checkpoint in {folder}; {_what_exists(folder)}"
         )
     if not checkpoint.is_dir():
-        raise ConfigError(f"CHECKPOINT={path} does not exist; {_what_exists(folder)}")
+        raise ConfigError(f"{key}={path} does not exist; {_what_exists(folder)}")
     try:
         require_complete(checkpoint)
     except RuntimeError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_dapo.config import ConfigError, check_run, load_config
 from megatron_dapo.config.errors import EXIT_CONFIG
 from megatron_dapo.config.run_dir_checks import run_dir_problems
+from megatron_dapo.config.wrong_target import instead, what_is
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,6 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
     except ConfigError as error:
         sys.stderr.write("".join(f"configuration: {problem}\n" for problem in error.problems))
+        return EXIT_CONFIG
+    except PermissionError as error:
+        sys.stderr.write(f"configuration: {error.filename}: permission denied. Make it readable\n")
         return EXIT_CONFIG
     except KeyboardInterrupt:  # before any rank runs; from then on the launcher listens
         return 128 + signal.SIGINT
@@ -203,11 +207,18 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from megatron_dapo.observability.report import write_report
+    from megatron_dapo.observability.run_files import METRICS_FILE
 
+    folder = options.run_dir
     try:
-        report = write_report(options.run_dir)
-    except (FileNotFoundError, ImportError) as error:
-        raise ConfigError(f"RUN_DIR={options.run_dir}: {error}") from error
+        report = write_report(folder)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"RUN_DIR={folder} {what_is(folder)}; a report needs the directory of a run that has "
+            f"logged a step (in {METRICS_FILE}).{instead(folder)}"
+        ) from error
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"RUN_DIR={folder}: {error}") from error
     sys.stdout.write(f"{report}\n")
     return 0
 

@@ -29,8 +29,8 @@ from megatron_dapo.config.keys import (
 from megatron_dapo.config.redact import Plain, redact, redact_text
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.config.versions import installed_versions
+from megatron_dapo.config.wrong_target import RESOLVED_FILE, YAML_NAMES, instead, what_is
 
-RESOLVED_FILE = "config.resolved.yaml"
 VERSIONS_FILE = "versions.json"
 
 
@@ -79,7 +79,12 @@ def _sources(file: Path, base: object) -> list[str]:
 
 
 def _read(file: Path) -> dict[str, object]:
-    if not file.is_file():
+    if file.is_dir():
+        raise ConfigError(
+            f"CONFIG={file} {what_is(file)}; give the path of a YAML file."
+            f"{instead(file, RESOLVED_FILE)}"
+        )
+    if not file.exists():
         raise ConfigError(
             f"configuration file {file} does not exist; give the path of a YAML file "
             f"relative to {Path.cwd()}, or an absolute one"
@@ -87,10 +92,20 @@ def _read(file: Path) -> dict[str, object]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"{file} cannot be read as YAML: {error}. Mend that line.") from error
+        what = " ".join(str(error).split())
+        raise ConfigError(
+            f"{file} cannot be read as YAML: {what}. Mend that line, or give a YAML file"
+        ) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}; it must hold `key: value` lines")
-    return {str(key): value for key, value in tree.items()}
+    named = {str(key): value for key, value in tree.items()}
+    if (
+        named
+        and file.suffix not in YAML_NAMES
+        and not named.keys() & {"base", *RunConfig.model_fields}
+    ):
+        raise ConfigError(f"{file} is no configuration of a run; give its YAML file")
+    return named
 
 
 def _read_base(file: Path, base: object) -> dict[str, object]:

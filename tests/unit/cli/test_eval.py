@@ -281,5 +281,5 @@ def test_a_model_folder_of_no_run_takes_defaults_or_a_configuration(
 def test_what_is_nothing_to_evaluate_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist: give a YAML file, a run directory"):
         find_target(tmp_path / "absent", [], config_file=None, out=None)
-    with pytest.raises(ConfigError, match="must be a run directory"):
+    with pytest.raises(ConfigError, match="is an empty folder: give a YAML file, a run directory"):
         find_target(tmp_path, [], config_file=None, out=None)

@@ -44,5 +44,5 @@ def test_a_run_directory_and_half_a_dump_are_refused_before_ranks_start(
     save_resolved(make_config(parallel={"tensor": 2}), tmp_path)
     (tmp_path / "rank_0.pt").touch()
     assert main(["replay", str(tmp_path)]) == 78
-    assert "holds no rank_1.pt." in capsys.readouterr().err
+    assert "1 of 2 ranks are missing, first rank_1.pt." in capsys.readouterr().err
     assert not (tmp_path / "logs").exists()
