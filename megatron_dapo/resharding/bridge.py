@@ -41,7 +41,7 @@ from megatron_dapo.resharding.engine_layout import EngineLayout
 from megatron_dapo.resharding.files import FileSender
 from megatron_dapo.resharding.layout import (
     check_agrees,
-    exchange_layout,
+    find_layout,
     local_parameters,
     source_parameters,
 )
@@ -51,7 +51,6 @@ from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import ReshardPlan, build_plan
 from megatron_dapo.resharding.point_to_point import PointToPointSender
 from megatron_dapo.resharding.private_directory import SHARED_MEMORY, PrivateDirectory
-from megatron_dapo.resharding.train_map import TrainLayout
 from megatron_dapo.resharding.transport import (
     FAILURES,
     LEADER,
@@ -125,9 +124,8 @@ class Bridge:
         """
         settings, family = config.resharding, family_for(hf_config)
         parameters = local_parameters(chunks, family, parallel)
-        padded = exchange_layout(parameters, family, parallel, len(chunks)).padded_vocab_size
         plan = build_plan(
-            TrainLayout.from_config(config.parallel, padded),
+            find_layout(parameters, parallel, len(chunks)),
             EngineLayout.from_config(config),
             family,
             bucket_bytes=settings.bucket_mib * 2**20,

@@ -1,13 +1,12 @@
 """Which rank holds which shard of which parameter.
 
-Everything follows from the sizes of the parallel grid; the ranks exchange their places once,
-a dozen integers each.
+Everything follows from the sizes of the parallel grid (`train_map`); here they meet the model and
+the process groups that Megatron built.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +15,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_dapo.parallel.context import ParallelContext
-from megatron_dapo.resharding.cuts import shard_bounds
 from megatron_dapo.resharding.name_map import Entry, Family
 from megatron_dapo.resharding.plan import ReshardPlan
-from megatron_dapo.resharding.train_map import experts_per_rank, global_expert, stage_layers
+from megatron_dapo.resharding.train_map import (
+    TrainLayout,
+    experts_per_rank,
+    global_expert,
+    stage_layers,
+)
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -102,110 +105,33 @@ def shard_place(entry: Entry, parallel: ParallelContext) -> tuple[int, int]:
     return parallel.tp_size, parallel.tp_rank
 
 
-@dataclass(frozen=True)
-class Layout:
-    """The grid of all trainer ranks."""
+def find_layout(
+    parameters: Mapping[Entry, Parameter], parallel: ParallelContext, chunks: int
+) -> TrainLayout:
+    """The grid of all trainer ranks, on every rank.
 
-    tp_size: int
-    etp_size: int
-    stage_of_layer: Mapping[int, int]
-    pp_size: int
-    experts_per_rank: int
-    padded_vocab_size: int
-    dense: Mapping[tuple[int, int], int]
-    """(pp_rank, tp_rank) -> global rank that speaks for all its copies."""
-    expert: Mapping[tuple[int, int, int], int]
-    """(pp_rank, ep_rank, etp_rank) -> global rank that speaks for all its copies."""
+    Every trainer rank calls it; the world group exchanges one integer, the rows of the vocabulary
+    that a rank holds (none in the middle of a pipeline).
 
-    def shards(self, entry: Entry) -> int:
-        """Into how many shards a parameter is cut."""
-        if entry.rule.cut.dim is None:
-            return 1
-        return self.tp_size if entry.expert is None else self.etp_size
-
-    def holders(self, entry: Entry) -> list[int]:
-        """Global rank that sends each shard of a parameter, in the order of the shards."""
-        stage = {"first_stage": 0, "last_stage": self.pp_size - 1}.get(entry.rule.where)
-        if stage is None:
-            assert entry.layer is not None, f"{entry.rule.megatron} lies in no layer"
-            stage = self.stage_of_layer[entry.layer]
-        if entry.expert is None:
-            return [self.dense[stage, tp_rank] for tp_rank in range(self.shards(entry))]
-        ep_rank = entry.expert // self.experts_per_rank
-        return [self.expert[stage, ep_rank, etp_rank] for etp_rank in range(self.shards(entry))]
-
-    def slices(self, entry: Entry, index: int) -> list[slice]:
-        """What shard `index` covers of each Hugging Face tensor, along the divided dimension."""
-        cut = entry.rule.cut
-        if cut.dim is None:
-            return [slice(0, tensor.shape[0]) for tensor in entry.hf]
-        padded = self.padded_vocab_size if cut.padded else None
-        return [
-            shard_bounds(tensor.shape[cut.dim], self.shards(entry), index, padded)
-            for tensor in entry.hf
-        ]
-
-    def local_shape(self, entry: Entry) -> tuple[int, ...]:
-        """Shape of the parameter on each rank that holds a shard of it."""
-        cut, (first, *_) = entry.rule.cut, entry.hf
-        if cut.padded:
-            return (self.padded_vocab_size // self.tp_size, *first.shape[1:])
-        if cut.dim == 1:
-            return (first.shape[0], first.shape[1] // self.shards(entry))
-        rows = sum(tensor.shape[0] for tensor in entry.hf) // self.shards(entry)
-        return (rows, *first.shape[1:])
-
-
-def exchange_layout(
-    parameters: Mapping[Entry, Parameter], family: Family, parallel: ParallelContext, chunks: int
-) -> Layout:
-    """The places of all ranks, on every rank.
-
-    Every trainer rank calls it; the world group gathers eight integers of each.
+    Raises:
+        RuntimeError: this rank sits elsewhere in Megatron's groups than in the grid.
     """
-    vocab_rows = [p.shape[0] for e, p in parameters.items() if e.rule.cut.padded]
+    here = [p.shape[0] for e, p in parameters.items() if e.rule.cut.padded]
     device = next(iter(parameters.values())).device
-    mine = torch.tensor(
-        [
-            parallel.rank,
-            parallel.pp_rank,
-            parallel.tp_rank,
-            parallel.dp_cp_group.rank(),
-            parallel.ep_rank,
-            parallel.etp_rank,
-            parallel.expert_dp_rank,
-            vocab_rows[0] if vocab_rows else 0,
-        ],
-        dtype=torch.int64,
-        device=device,
+    rows = torch.tensor(max(here, default=0), dtype=torch.int64, device=device)
+    dist.all_reduce(rows, dist.ReduceOp.MAX, group=parallel.world_group)
+    train = TrainLayout(
+        tensor=parallel.tp_size,
+        pipeline=parallel.pp_size,
+        virtual_pipeline=chunks,
+        context=parallel.cp_size,
+        data=parallel.dp_size,
+        expert=parallel.ep_size,
+        expert_tensor=parallel.etp_size,
+        padded_vocab_size=int(rows) * parallel.tp_size,
     )
-    gathered: list[Tensor] = [torch.empty_like(mine) for _ in range(parallel.world_size)]
-    dist.all_gather(gathered, mine, group=parallel.world_group)
-    dense: dict[tuple[int, int], int] = {}
-    expert: dict[tuple[int, int, int], int] = {}
-    most_rows = 0
-    for rank, pp, tp, dp, ep, etp, expert_dp, rows in (place.tolist() for place in gathered):
-        most_rows = max(most_rows, rows)
-        if dp == 0:
-            dense[pp, tp] = rank
-        if expert_dp == 0:
-            expert[pp, ep, etp] = rank
-    stages = stage_layers(family.num_layers, parallel.pp_size, chunks)
-    return Layout(
-        tp_size=parallel.tp_size,
-        etp_size=parallel.etp_size,
-        pp_size=parallel.pp_size,
-        stage_of_layer={
-            layer: stage
-            for stage, ranges in enumerate(stages)
-            for layers in ranges
-            for layer in layers
-        },
-        experts_per_rank=experts_per_rank(family.num_experts, parallel.ep_size),
-        padded_vocab_size=most_rows * parallel.tp_size,
-        dense=dense,
-        expert=expert,
-    )
+    _check_place(train, parallel)
+    return train
 
 
 def source_parameters(
@@ -237,11 +163,25 @@ def check_agrees(
         RuntimeError: the rank sits elsewhere in Megatron's groups than the plan thinks, or holds
             other parameters; the message names the dimension or the parameter.
     """
-    train, rank = plan.train, parallel.rank
+    _check_place(plan.train, parallel)
+    shapes = plan.sources(parallel.rank)
+    for key in sorted(shapes.keys() | sources.keys()):
+        seen_shape = tuple(sources[key].shape) if key in sources else None
+        if seen_shape != shapes.get(key):
+            raise RuntimeError(
+                f"the parameter of {key} has shape {seen_shape} on rank {parallel.rank}, the plan "
+                f"expects {shapes.get(key)} (None: no such parameter); build model and plan from "
+                "one configuration"
+            )
+
+
+def _check_place(train: TrainLayout, parallel: ParallelContext) -> None:
+    """The rank is in Megatron's groups where the grid has it. Local."""
+    rank = parallel.rank
     if parallel.world_size != train.world_size:
         raise RuntimeError(
-            f"the plan was made for {train.world_size} trainer ranks, {parallel.world_size} are "
-            "running; start the ranks with the layout that the plan was made for"
+            f"the layout is made for {train.world_size} trainer ranks, {parallel.world_size} are "
+            "running; start as many as the layout has"
         )
     place = train.coordinates(rank)
     found = {
@@ -264,15 +204,6 @@ def check_agrees(
         if seen != planned[key]:
             raise RuntimeError(
                 f"{key}: rank {rank} is number {seen[0]} of {seen[1]} in its process group, the "
-                f"plan takes it for number {planned[key][0]} of {planned[key][1]}; start the ranks "
-                "with the layout that the plan was made for"
-            )
-    shapes = plan.sources(rank)
-    for key in sorted(shapes.keys() | sources.keys()):
-        seen_shape = tuple(sources[key].shape) if key in sources else None
-        if seen_shape != shapes.get(key):
-            raise RuntimeError(
-                f"the parameter of {key} has shape {seen_shape} on rank {rank}, the plan expects "
-                f"{shapes.get(key)} (None: no such parameter); build model and plan from one "
-                "configuration"
+                f"layout takes it for number {planned[key][0]} of {planned[key][1]}; start the "
+                "ranks with the layout that they were planned for"
             )

@@ -20,7 +20,7 @@ from megatron_dapo.resharding.boxes import Crossing, cross
 from megatron_dapo.resharding.engine_map import EngineMap
 from megatron_dapo.resharding.lines import Segment, segments
 from megatron_dapo.resharding.name_map import Family, Rule
-from megatron_dapo.resharding.train_map import ShardKind, TrainLayout, matrix, source_pieces
+from megatron_dapo.resharding.train_map import TrainLayout, matrix, shard_kind, source_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,7 @@ class Kind:
         if self.in_blocks:
             self._check_blocks()
             self.step_bytes += self.blocks[1] * SCALE_BYTES
-        self.shard_kind: ShardKind = "tensor"
-        if rule.per_expert:
-            self.shard_kind = "expert"
-        elif rule.cut.dim is None:
-            self.shard_kind = "whole"
+        self.shard_kind = shard_kind(rule)
         whole_experts = rule.per_expert and engine_map.engine.expert_parallel
         self._receivers = 1 if whole_experts else engine_map.engine.tensor
         self._routes: dict[tuple[int, int], tuple[Route, ...]] = {}

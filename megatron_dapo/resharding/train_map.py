@@ -6,13 +6,12 @@ an engine computes the same as the trainer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from megatron_dapo.config.schema import ParallelConfig
 from megatron_dapo.parallel.rank_map import Coordinates, coordinates
-from megatron_dapo.resharding.boxes import Box, Piece, Placement
+from megatron_dapo.resharding.boxes import Piece
 from megatron_dapo.resharding.cuts import shard_bounds
 from megatron_dapo.resharding.name_map import Entry, Family, Rule
 
@@ -92,6 +91,13 @@ class Shard:
 
 Held = tuple[Shard, int]
 """A shard, and which of its replicas a rank is."""
+
+
+def shard_kind(rule: Rule) -> ShardKind:
+    """In which kind of shard the parameters of a rule lie."""
+    if rule.per_expert:
+        return "expert"
+    return "whole" if rule.cut.dim is None else "tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +194,23 @@ class TrainLayout:
             inside = (replica * self.expert + shard.expert) * self.expert_tensor + shard.index
         return shard.stage * self.stage_size + inside
 
+    def holders(self, entry: Entry, family: Family) -> list[int]:
+        """Global rank that speaks for all copies of each shard of a parameter, by shard."""
+        expert = 0
+        if entry.expert is not None:
+            expert = entry.expert // experts_per_rank(family.num_experts, self.expert)
+        kind, stage = shard_kind(entry.rule), self.stage_of(entry, family)
+        shards = range(self.shards(entry.rule))
+        return [self.rank(Shard(kind, stage, expert, index), 0) for index in shards]
+
+    def slices(self, entry: Entry, index: int) -> list[slice]:
+        """What shard `index` covers of each Hugging Face tensor, along the divided dimension."""
+        cut = entry.rule.cut
+        if cut.dim is None:
+            return [slice(0, tensor.shape[0]) for tensor in entry.hf]
+        padded, shards = self.padded_vocab_size if cut.padded else None, self.shards(entry.rule)
+        return [shard_bounds(tensor.shape[cut.dim], shards, index, padded) for tensor in entry.hf]
+
     def shards_of(self, rank: int) -> dict[ShardKind, Held]:
         """The shard of each kind that a rank holds."""
         place = self.coordinates(rank)
@@ -267,44 +290,3 @@ def source_shape(entry: Entry, family: Family, train: TrainLayout) -> tuple[int,
         return (first.shape[0], first.shape[1] // shards)
     rows = sum(tensor.shape[0] for tensor in entry.hf) // shards
     return (rows, *first.shape[1:])
-
-
-def holds(entry: Entry, family: Family, train: TrainLayout, rank: int) -> bool:
-    """Whether a rank has a shard of a parameter."""
-    place = train.coordinates(rank)
-    if train.stage_of(entry, family) != place.pipeline:
-        return False
-    per_rank = experts_per_rank(family.num_experts, train.expert)
-    return entry.expert is None or entry.expert // per_rank == place.expert
-
-
-def train_placements(family: Family, train: TrainLayout, rank: int) -> Iterator[Placement]:
-    """Every box of a Hugging Face tensor that a trainer rank holds, in the order of the family.
-
-    `Placement.parameter` is `Entry.key`. Padding rows are in no box.
-    """
-    place = train.coordinates(rank)
-    for entry in family.entries:
-        if not entry.rule.exported or not holds(entry, family, train, rank):
-            continue
-        index = place.expert_tensor if entry.expert is not None else place.tensor
-        index = 0 if entry.rule.cut.dim is None else index
-        for piece in source_pieces(entry.rule, family, train, index):
-            yield from _split(entry, piece)
-
-
-def _split(entry: Entry, piece: Piece) -> Iterator[Placement]:
-    """The piece by Hugging Face tensor: a stack of several may lie in one."""
-    offset = 0
-    for tensor in entry.hf:
-        start = max(piece.row, offset)
-        stop = min(piece.row + piece.rows, offset + tensor.shape[0])
-        if start < stop:
-            yield Placement(
-                tensor.name,
-                Box(start - offset, stop - start, piece.col, piece.cols),
-                entry.key,
-                piece.to_row + start - piece.row,
-                piece.to_col,
-            )
-        offset += tensor.shape[0]

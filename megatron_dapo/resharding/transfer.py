@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.cuts import unfuse
-from megatron_dapo.resharding.layout import Layout, exchange_layout, local_parameters
+from megatron_dapo.resharding.layout import find_layout, local_parameters
 from megatron_dapo.resharding.name_map import Entry, Family, family_for
-from megatron_dapo.resharding.train_map import blocks
+from megatron_dapo.resharding.train_map import TrainLayout, blocks, source_shape
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -59,7 +59,7 @@ def export_stream(
     """All weights as full Hugging Face tensors on global rank 0.
 
     Every trainer rank calls it and iterates the result to its end. The world group exchanges
-    places once, then rank 0 receives one flat message for each bucket from each rank that holds
+    one integer, then rank 0 receives one flat message for each bucket from each rank that holds
     a shard of it. Rank 0 holds at most two buckets beside the model; a tensor larger than a
     bucket is a bucket of its own. Parameters are read when their bucket is due: no optimizer
     step may run before the stream has ended. No gradient.
@@ -76,7 +76,7 @@ def export_stream(
     """
     family = family_for(hf_config)
     parameters = local_parameters(chunks, family, parallel)
-    layout = exchange_layout(parameters, family, parallel, len(chunks))
+    layout = find_layout(parameters, parallel, len(chunks))
     gather = _Gather(family, layout, parameters, parallel, dtype or chunks[0].config.params_dtype)
     exported = [entry for entry in family.entries if entry.rule.exported]
     buckets = fill_buckets(exported, bucket_bytes // gather.dtype.itemsize)
@@ -102,7 +102,7 @@ def fill_buckets(entries: Iterable[Entry], elements: int) -> Iterator[list[Entry
 @dataclass(frozen=True)
 class _Gather:
     family: Family
-    layout: Layout
+    layout: TrainLayout
     parameters: Mapping[Entry, Parameter]
     parallel: ParallelContext
     dtype: torch.dtype
@@ -134,9 +134,7 @@ class _Gather:
 
     def _send(self, bucket: Sequence[Entry]) -> None:
         rank = self.parallel.rank
-        mine = [
-            self._own(entry).reshape(-1) for entry in bucket if rank in self.layout.holders(entry)
-        ]
+        mine = [self._own(entry).reshape(-1) for entry in bucket if rank in self._holders(entry)]
         if mine:
             self._run([dist.P2POp(dist.isend, torch.cat(mine), DESTINATION, self._group)])
 
@@ -144,7 +142,7 @@ class _Gather:
         """Shards of each entry in order, as views of the messages (own ones: the parameters)."""
         expected: dict[int, list[Entry]] = {}
         for entry in bucket:
-            for holder in self.layout.holders(entry):
+            for holder in self._holders(entry):
                 expected.setdefault(holder, []).append(entry)
         own = expected.pop(DESTINATION, [])
         messages = {holder: self._message(entries) for holder, entries in expected.items()}
@@ -156,16 +154,16 @@ class _Gather:
         )
         pieces = {(DESTINATION, entry): self._own(entry) for entry in own}
         for holder, entries in expected.items():
-            sizes = [math.prod(self.layout.local_shape(entry)) for entry in entries]
-            for entry, flat in zip(entries, messages[holder].split(sizes), strict=True):
-                pieces[holder, entry] = flat.view(self.layout.local_shape(entry))
+            shapes = [self._shape(entry) for entry in entries]
+            flats = messages[holder].split([math.prod(shape) for shape in shapes])
+            for entry, shape, flat in zip(entries, shapes, flats, strict=True):
+                pieces[holder, entry] = flat.view(shape)
         return {
-            entry: [pieces[holder, entry] for holder in self.layout.holders(entry)]
-            for entry in bucket
+            entry: [pieces[holder, entry] for holder in self._holders(entry)] for entry in bucket
         }
 
     def _message(self, entries: Iterable[Entry]) -> Tensor:
-        size = sum(math.prod(self.layout.local_shape(entry)) for entry in entries)
+        size = sum(math.prod(self._shape(entry)) for entry in entries)
         return torch.empty(size, dtype=self.dtype, device=self._device)
 
     def _assemble(self, entry: Entry, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -182,6 +180,13 @@ class _Gather:
                 target.narrow(dim, part.start, length).copy_(piece.narrow(dim, 0, length))
         for tensor, value in zip(entry.hf, full, strict=True):
             yield tensor.name, value
+
+    def _holders(self, entry: Entry) -> list[int]:
+        return self.layout.holders(entry, self.family)
+
+    def _shape(self, entry: Entry) -> tuple[int, ...]:
+        """Of the parameter on each rank that holds a shard of it."""
+        return source_shape(entry, self.family, self.layout)
 
     def _run(self, operations: list[dist.P2POp]) -> None:
         if operations:

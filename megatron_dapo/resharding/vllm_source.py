@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.m2n_source import M2NWeightSource
 
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.cuts import unfuse
-from megatron_dapo.resharding.layout import exchange_layout, local_parameters
+from megatron_dapo.resharding.layout import find_layout, local_parameters
 from megatron_dapo.resharding.name_map import Entry, family_for
 from megatron_dapo.resharding.quantize import E4M3, SCALE_SUFFIX, quantized, scales_shape
 from megatron_dapo.resharding.train_map import blocks
@@ -143,7 +143,7 @@ class PolicyShards(M2NWeightSource):
         self._dtype, self._parallel = dtype, parallel
         self._family = family_for(hf_config)
         self._parameters = local_parameters(chunks, self._family, parallel)
-        self._layout = exchange_layout(self._parameters, self._family, parallel, len(chunks))
+        self._layout = find_layout(self._parameters, parallel, len(chunks))
         self._entries = [entry for entry in self._family.entries if entry.rule.exported]
 
     def mesh(self) -> M2NMesh:
@@ -166,7 +166,7 @@ class PolicyShards(M2NWeightSource):
             if self._gathered(entry):
                 yield entry.key, self._gather(entry, parameter)
                 continue
-            shards = self._layout.shards(entry)
+            shards = self._layout.shards(entry.rule)
             dim = entry.rule.cut.dim
             rows = [tensor.shape[0] // (shards if dim == 0 else 1) for tensor in entry.hf]
             pieces = unfuse(parameter, rows, blocks(entry.rule, self._family, shards))
@@ -174,13 +174,13 @@ class PolicyShards(M2NWeightSource):
                 yield tensor.name, piece[:count].to(self._dtype).contiguous()
 
     def _placements(self, entry: Entry) -> Placements | None:
-        if self._layout.shards(entry) == 1 or self._gathered(entry):
+        if self._layout.shards(entry.rule) == 1 or self._gathered(entry):
             return REPLICATED
         assert entry.rule.cut.dim is not None, f"{entry.key} is cut along no dimension"
         return REPLICATE, entry.rule.cut.dim
 
     def _gathered(self, entry: Entry) -> bool:
-        padded = entry.rule.cut.padded and self._layout.shards(entry) > 1
+        padded = entry.rule.cut.padded and self._layout.shards(entry.rule) > 1
         return padded and self._layout.padded_vocab_size != self._family.vocab_size
 
     def _gather(self, entry: Entry, shard: Tensor) -> Tensor:

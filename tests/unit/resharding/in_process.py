@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_dapo.resharding.digest import as_matrix
 from megatron_dapo.resharding.messages import Message, Outbox
 from megatron_dapo.resharding.plan import ReshardPlan
-from megatron_dapo.resharding.train_map import train_placements
 from megatron_dapo.resharding.transport import UpdatePayload
+from tests.unit.resharding.layouts import train_placements
 
 
 def trainer_parameters(

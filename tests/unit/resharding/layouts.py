@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -10,12 +11,17 @@ import transformers
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_dapo.resharding.boxes import Box
+from megatron_dapo.resharding.boxes import Box, Piece, Placement
 from megatron_dapo.resharding.layout import shard_place
 from megatron_dapo.resharding.load import _fill
-from megatron_dapo.resharding.name_map import Family, HfTensor, family_for
+from megatron_dapo.resharding.name_map import Entry, Family, HfTensor, family_for
 from megatron_dapo.resharding.plan import EngineLayout, TrainLayout
-from megatron_dapo.resharding.train_map import source_shape, stage_layers
+from megatron_dapo.resharding.train_map import (
+    experts_per_rank,
+    source_pieces,
+    source_shape,
+    stage_layers,
+)
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,47 @@ def train_parameters(case: Case, tensors: dict[str, Tensor], rank: int) -> dict[
             _fill(value, entry, family, folder, shard_place(entry, parallel))  # type: ignore[arg-type]
             found[entry.key] = value
     return found
+
+
+def holds(entry: Entry, family: Family, train: TrainLayout, rank: int) -> bool:
+    """Whether a rank has a shard of a parameter."""
+    place = train.coordinates(rank)
+    if train.stage_of(entry, family) != place.pipeline:
+        return False
+    per_rank = experts_per_rank(family.num_experts, train.expert)
+    return entry.expert is None or entry.expert // per_rank == place.expert
+
+
+def train_placements(family: Family, train: TrainLayout, rank: int) -> Iterator[Placement]:
+    """Every box of a Hugging Face tensor that a trainer rank holds, in the order of the family.
+
+    `Placement.parameter` is `Entry.key`. Padding rows are in no box.
+    """
+    place = train.coordinates(rank)
+    for entry in family.entries:
+        if not entry.rule.exported or not holds(entry, family, train, rank):
+            continue
+        index = place.expert_tensor if entry.expert is not None else place.tensor
+        index = 0 if entry.rule.cut.dim is None else index
+        for piece in source_pieces(entry.rule, family, train, index):
+            yield from _split(entry, piece)
+
+
+def _split(entry: Entry, piece: Piece) -> Iterator[Placement]:
+    """The piece by Hugging Face tensor: a stack of several may lie in one."""
+    offset = 0
+    for tensor in entry.hf:
+        start = max(piece.row, offset)
+        stop = min(piece.row + piece.rows, offset + tensor.shape[0])
+        if start < stop:
+            yield Placement(
+                tensor.name,
+                Box(start - offset, stop - start, piece.col, piece.cols),
+                entry.key,
+                piece.to_row + start - piece.row,
+                piece.to_col,
+            )
+        offset += tensor.shape[0]
 
 
 def vllm_parameters(case: Case, tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:

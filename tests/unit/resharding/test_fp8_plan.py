@@ -24,11 +24,10 @@ from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import ReshardPlan, TrainLayout, build_plan
 from megatron_dapo.resharding.quantize import E4M3
 from megatron_dapo.resharding.receive import PlannedWeights, Way
-from megatron_dapo.resharding.train_map import train_placements
 from megatron_dapo.resharding.transport import new_payload
 from tests.unit.resharding.fp8_layouts import bits, expected, fp8_cases, plan_of, telling
 from tests.unit.resharding.in_process import InProcess, outboxes_of
-from tests.unit.resharding.layouts import Case
+from tests.unit.resharding.layouts import Case, train_placements
 
 ALL = 2**64
 LAYOUTS = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

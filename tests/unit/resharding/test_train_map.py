@@ -14,8 +14,7 @@ from megatron_dapo.config.schema import ParallelConfig
 from megatron_dapo.resharding.layout import check_agrees, local_parameters
 from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import EngineLayout, TrainLayout, build_plan
-from megatron_dapo.resharding.train_map import train_placements
-from tests.unit.resharding.layouts import Case, cases, numbered, train_parameters
+from tests.unit.resharding.layouts import Case, cases, numbered, train_parameters, train_placements
 
 SIZES = st.sampled_from([1, 2, 3, 4])
 
