@@ -107,11 +107,13 @@ def mended() -> Iterator[None]:
 
 
 def kill_while_receiving() -> None:
-    """Kill all engines while they wait for the messages of the first trained weights."""
+    """Kill all engines, once, while they wait for the messages of the first trained weights."""
     send = Bridge.send
+    killed: list[int] = []
 
     def killing(bridge: Bridge, version: int, *rest: object) -> None:
-        if version == FIRST_TRAINED and bridge._parallel.rank == 0:
+        if version == FIRST_TRAINED and bridge._parallel.rank == 0 and not killed:
+            killed.append(version)
             kill_engines()
         send(bridge, version, *rest)  # type: ignore[arg-type]
 
