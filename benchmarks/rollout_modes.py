@@ -53,7 +53,8 @@ MOST_WASTED = 0.01
 """Share of tokens that carry + continue may waste, at any keep rate."""
 LEAST_SAVING = 1.5
 """Tokens a trained token, reference over carry + continue, at a keep rate of a half. It is also the
-most that there is: a wave of three targets, over the two that half a keep rate costs."""
+most that there is: a wave of three targets, over the two that half a keep rate costs. So it is held
+to, less what may be wasted, and what chance does to the runs."""
 
 MOST_BIAS = 0.05
 """How far the mean length of trained responses may be from that of all worth training on."""
@@ -246,6 +247,11 @@ def savings(outcomes: Sequence[Outcome]) -> list[float]:
     ]
 
 
+def by_chance(values: Sequence[float]) -> float:
+    """Two standard errors of the mean: prompts and lengths are drawn anew for each run."""
+    return 2 * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
 def in_words(values: Sequence[float]) -> str:
     """Mean, spread and range of the savings."""
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
@@ -311,9 +317,9 @@ def failures(outcomes: Sequence[Outcome]) -> list[str]:
             found.append(f"{where} trains on responses of {a.length_ratio:.3f} x the length")
         if one.mode == CONTINUE.name and a.wasted_share > MOST_WASTED:
             found.append(f"{where} wastes {a.wasted_share:.1%} of its tokens")
-    saving = statistics.fmean(savings(outcomes))
-    if saving < LEAST_SAVING * (1 - MOST_WASTED):
-        found.append(f"{CONTINUE.name} saves {saving:.3f}x of the tokens, not {LEAST_SAVING}x")
+    saved = savings(outcomes)
+    if statistics.fmean(saved) + by_chance(saved) < LEAST_SAVING * (1 - MOST_WASTED):
+        found.append(f"{CONTINUE.name} saves {in_words(saved)}; not {LEAST_SAVING}x")
     idle = {one.mode: one.account.engines_idle for one in outcomes if one.keep_rate == MAIN_RATE}
     for mode in MODES:
         if mode.asynchronous and idle[mode.name] >= idle[CONTINUE.name]:

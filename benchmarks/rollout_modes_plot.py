@@ -15,16 +15,13 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#5f6c7b", "#e4e7eb"
 # Okabe and Ito: told apart with any kind of colour vision.
-COLOURS = {
-    "reference": "#000000",
-    "drop": "#D55E00",
-    "carry + finish": "#E69F00",
-    "carry + continue": "#009E73",
-    "one step off": "#CC79A7",
-    "async 1": "#56B4E9",
-    "async 2": "#0072B2",
+LINES = {
+    "reference": ("reference: waves of 3 x", "#000000", "o"),
+    "drop": ("drop, one step off", "#D55E00", "s"),
+    "carry + continue": ("carry + continue", "#009E73", "^"),
+    "async 2": ("async 2", "#0072B2", "X"),
 }
-MARKERS = "osD^vPX"
+"""Mode -> label, colour, marker. What is missing lies on one of them."""
 AGES = ("#c9dff0", "#8fbbdd", "#4f8fc4", "#1f5f9e", "#0b2f5c")
 """Light to dark: colour-blind safe in order."""
 STYLE = {
@@ -53,25 +50,25 @@ def draw(main: Sequence[Outcome], sweep: Sequence[Outcome], file: Path) -> None:
         sweep: all modes at several keep rates.
     """
     with style.context(STYLE):
-        figure = Figure(figsize=(15, 4.8), layout="constrained")
-        tokens, idle, ages = figure.subplots(1, 3, width_ratios=(1.1, 1.1, 0.9))
+        figure = Figure(figsize=(12.5, 4.4), layout="constrained")
+        tokens, idle, ages = figure.subplots(1, 3, width_ratios=(1, 1.15, 0.95))
         _tokens(tokens, sweep)
         _idle(idle, main)
         _ages(ages, main)
-        figure.savefig(file, dpi=130)
+        figure.savefig(file, dpi=110)
 
 
 def _tokens(axes: Axes, sweep: Sequence[Outcome]) -> None:
-    for (mode, colour), marker in zip(COLOURS.items(), MARKERS, strict=True):
+    for mode, (label, colour, marker) in LINES.items():
         points = sorted(
             (one.keep_rate, one.account.generated_per_trained) for one in sweep if one.mode == mode
         )
-        size = 4 if mode == "reference" else 6
-        axes.plot(*zip(*points, strict=True), marker, ls="-", c=colour, ms=size, lw=1.3, label=mode)
+        axes.plot(*zip(*points, strict=True), marker, ls="-", c=colour, ms=5, lw=1.3, label=label)
     rates = [0.18 + 0.01 * index for index in range(75)]
-    axes.plot(rates, [1 / rate for rate in rates], "--", c=MUTED, lw=1, label="1 / keep rate")
-    axes.set_title("Tokens generated for each token trained")
-    axes.set_xlabel("share of groups that are of mixed accuracy (keep rate)")
+    least = [1 / rate for rate in rates]
+    axes.plot(rates, least, "--", c=MUTED, lw=1, label="no waste: 1 / keep rate")
+    axes.set_title("Tokens sampled for each trained one")
+    axes.set_xlabel("keep rate: share of groups of mixed accuracy")
     axes.set_ylabel("tokens / trained token")
     axes.set_ylim(bottom=0)
     axes.grid(True)
@@ -97,7 +94,7 @@ def _idle(axes: Axes, main: Sequence[Outcome]) -> None:
     axes.set_title(f"Idle time at keep rate {main[0].keep_rate:g}")
     axes.set_xlabel("share of time idle, %")
     handles = [axes.barh(0, 0, color=colour) for colour in ("#0072B2", "#E69F00")]
-    axes.legend(handles, ["engine slots", "trainer"], loc="lower right", bbox_to_anchor=(0.9, 0))
+    axes.legend(handles, ["engine slots", "trainer"], loc="lower right", bbox_to_anchor=(0.85, 0))
 
 
 def _ages(axes: Axes, main: Sequence[Outcome]) -> None:
@@ -112,7 +109,7 @@ def _ages(axes: Axes, main: Sequence[Outcome]) -> None:
     axes.set_ylim(len(main) - 0.4, -1.2)
     axes.set_xlim(0, 112)
     axes.set_xticks(range(0, 101, 20))
-    axes.set_title("Staleness of trained responses")
+    axes.set_title(f"Staleness at keep rate {main[0].keep_rate:g}")
     axes.set_xlabel("share of responses, %")
     handles = [axes.barh(0, 0, color=colour) for colour in AGES]
     labels = ["0 versions", "1", "2", "3", "4"]

@@ -240,7 +240,7 @@ def test_missed_bars_are_told_and_a_good_run_misses_none() -> None:
     wasteful = Outcome(CONTINUE.name, 0.9, 0, dataclasses.replace(idle, wasted_share=0.3), 1.0)
     missed = failures([*bad, wasteful])
     assert len(missed) == 5
-    assert any("saves 1.000x" in line for line in missed)
+    assert any("saves 1.000, " in line for line in missed)
     assert any("3 versions old" in line for line in missed)
     assert any("keep rate 0.9 wastes 30.0%" in line for line in missed)
 
