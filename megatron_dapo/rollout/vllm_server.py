@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from megatron_dapo.rollout.log_causes import causes
 from megatron_dapo.rollout.server_main import ORPHANS_FILE, mapped_scratch, session_members
 from megatron_dapo.rollout.server_options import (
     ServerOptions,
@@ -191,11 +192,13 @@ class VllmServer:
         listed.write_text(f"{directory}\n")
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """The last lines that this server wrote."""
+        """The last lines that this server wrote, then the exceptions that began its end."""
         with self.options.log_file.open("rb") as log:
             log.seek(self._log_start)
             text = log.read().decode(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        tail = "\n".join(text.splitlines()[-lines:])
+        found = "\n".join(causes(text))
+        return f"{tail}\nCause, as its log names it:\n{found}" if found else tail
 
     def _guardian_command(self) -> list[str]:
         command = [sys.executable, "-P", str(GUARDIAN), "--parent", str(os.getpid())]
