@@ -152,8 +152,7 @@ def _quantization_problems(config: RunConfig, shape: ModelShape) -> Iterator[str
     seen = f"rollout.engine_quantization={rollout.engine_quantization}"
     if config.device == "cpu":
         yield f"{seen}: engines on CPU have no FP8 kernels, and device=cpu. Leave it out."
-    dtype = config.model.dtype if rollout.engine_dtype == "auto" else rollout.engine_dtype
-    if dtype == "float32":
+    if config.engine_dtype == "float32":
         yield (
             f"{seen}: engines compute in bfloat16 around FP8 matrices, and rollout.engine_dtype is "
             "float32. Set rollout.engine_dtype=bfloat16."

@@ -253,8 +253,8 @@ class ReshardingConfig(Section):
     devices, cuda_ipc for others on one machine, files in run_dir on several."""
     bucket_mib: PositiveInt = 512
     """Weights under way at a time; a transport holds at most two buckets beside the model on either
-    side. An engine also holds, whole, the modules of a bucket that its kernel keeps in another layout;
-    `megatron-dapo plan` prints how much."""
+    side. An engine also holds, whole, those modules of a bucket that its kernel keeps in another
+    layout; `megatron-dapo plan` prints how much."""
     timeout_seconds: PositiveInt = 600
     """Longest wait for the other side of a transfer, and, a little longer, for an engine in any
     step of an update, such as taking all weights."""
@@ -344,6 +344,12 @@ class RunConfig(Section):
     def on_one_machine(self) -> bool:
         """Trainers and engines share memory and its files."""
         return self.parallel.nodes == 1 and not self.rollout.remote_engines
+
+    @property
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+        """In what the engines keep their parameters: `rollout.engine_dtype`, or the policy's."""
+        chosen = self.rollout.engine_dtype
+        return self.model.dtype if chosen == "auto" else chosen
 
     @property
     def responses_per_step(self) -> int:

@@ -123,8 +123,7 @@ def plan_stage(config: RunConfig, shape: ModelShape, stage: int) -> MemoryPlan:
 def plan_engine(config: RunConfig, shape: ModelShape) -> EnginePlan:
     """What one rank of an engine holds."""
     rollout = config.rollout
-    dtype = config.model.dtype if rollout.engine_dtype == "auto" else rollout.engine_dtype
-    item = 4 if dtype == "float32" else 2
+    item = 4 if config.engine_dtype == "float32" else 2
     kv_heads = max(1, shape.kv_heads // rollout.engine_tensor)
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * item
     longest = rollout.max_engine_tokens or config.max_sequence_tokens

@@ -31,11 +31,10 @@ class EngineLayout:
     def from_config(cls, config: RunConfig) -> EngineLayout:
         """The engines of a run."""
         rollout = config.rollout
-        auto = rollout.engine_dtype == "auto"
         return cls(
             tensor=rollout.engine_tensor,
             replicas=rollout.engines,
-            dtype=config.model.dtype if auto else rollout.engine_dtype,  # type: ignore[arg-type]
+            dtype=config.engine_dtype,
             quantization=rollout.engine_quantization,
         )
 

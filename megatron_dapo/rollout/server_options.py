@@ -99,7 +99,6 @@ def server_options(
     """Options of engine `index` of a run on `device`."""
     rollout = config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_response_tokens
-    auto_dtype = rollout.engine_dtype == "auto"
     return ServerOptions(
         model=config.model.path.absolute(),
         index=index,
@@ -107,7 +106,7 @@ def server_options(
         device=device,
         visible_devices=visible_devices,
         tensor=rollout.engine_tensor,
-        dtype=config.model.dtype if auto_dtype else rollout.engine_dtype,
+        dtype=config.engine_dtype,
         quantization=rollout.engine_quantization,
         unconverted=_unconverted(config) if rollout.engine_quantization is not None else (),
         backend=VLLM_BACKENDS.get(config.resharding.transport, BACKEND),
