@@ -2,7 +2,7 @@
 
 A launch script (examples/qwen32b/run.sh) starts one for each of `rollout.engines`, as tasks of a
 job step; trainer rank 0 reaches it at its node's address. It serves as long as the token file is
-there, restarts its server a few times, and ignores the signals that ask trainers
+there, restarts its server `rollout.max_restarts` times, and ignores the signals that ask trainers
 to save: they need their engines until they have.
 """
 
@@ -29,7 +29,6 @@ logger = logging.getLogger("megatron_dapo.rollout.serve")
 
 POLL_SECONDS = 0.5
 FIRST_PAUSE_SECONDS = 1.0
-MAX_RESTARTS = 3
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    return serve(engine, MAX_RESTARTS)
+    return serve(engine, config.rollout.max_restarts)
 
 
 def engine_options(
