@@ -35,6 +35,8 @@ BACKEND = "megatron_dapo"
 GUARDED = "MEGATRON_DAPO_GUARDED"
 """Environment variable of servers that we started: their processes die with their parents."""
 PR_SET_PDEATHSIG = 1
+PLAIN_CACHES = ("auto", "float32", "bfloat16", "float16")
+"""Dtypes of the KV cache that need no scales."""
 
 
 def register() -> None:
@@ -151,6 +153,7 @@ class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
 
         layout = EngineLayout(**init["engine_layout"])  # type: ignore[arg-type]
         self._check_layout(layout, init["replica"])
+        self._check_cache()
         plan = build_plan(
             TrainLayout(**init["train_layout"]),
             layout,
@@ -179,3 +182,13 @@ class PolicyEngine(WeightTransferEngine[PolicyInit, PolicyUpdate]):
                     f"the trainer's plan is for an engine with {what} {planned}, this one has "
                     f"{real}; start the engine with the settings of the run"
                 )
+
+    def _check_cache(self) -> None:
+        """Scales of keys and values follow from the weights, but do not come with them."""
+        dtype = self.vllm_config.cache_config.cache_dtype
+        if dtype not in PLAIN_CACHES:
+            raise ValueError(
+                f"this engine keeps its KV cache as {dtype}, whose scales would be of the weights "
+                f"that it started with after every update; allowed are {', '.join(PLAIN_CACHES)}: "
+                "start it with --kv-cache-dtype auto"
+            )

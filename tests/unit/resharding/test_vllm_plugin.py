@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,3 +40,13 @@ def test_the_package_does_not_import_vllm() -> None:
         "assert 'vllm' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e4m3", "int8_per_token_head", "nvfp4"])
+def test_a_cache_whose_scales_would_go_stale_is_refused(dtype: str) -> None:
+    engine = PolicyEngine.__new__(PolicyEngine)
+    engine.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype))
+    with pytest.raises(ValueError, match=f"KV cache as {dtype}, whose .*--kv-cache-dtype auto"):
+        engine._check_cache()
+    engine.vllm_config.cache_config.cache_dtype = "auto"
+    engine._check_cache()
