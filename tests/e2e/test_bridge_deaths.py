@@ -91,10 +91,15 @@ def moments(transport: str) -> list[str]:
 
 
 def lose_and_bring_back(trainer: Trainer) -> None:
-    """As the trainer does once its sampling finds no engine left. Collective."""
+    """As the trainer does once its sampling finds no engine left. Collective.
+
+    Where the heartbeat was quick, the update has seen the loss, and mended it, itself.
+    """
     if trainer.rollouts is not None:
-        with pytest.raises(EnginesLost, match="rollout engine 0"):
+        try:
             trainer.rollouts.collect(1, trainer.policy_version)
+        except EnginesLost as error:
+            assert "rollout engine 0" in str(error)
     trainer.weights.bring_back()
 
 
