@@ -85,8 +85,12 @@ def padded_vocab(vocab: int, tensor: int) -> int:
 def parameter_count(shape: ModelShape) -> int:
     """Parameters of the whole model without padding; biases of a few thousand left out."""
     per_layer = _dense_part(shape) + _ffn_part(shape) + _norms(shape)
-    tables = shape.vocab * shape.hidden * (1 if shape.tied_embeddings else 2)
-    return shape.layers * per_layer + tables + shape.hidden
+    return shape.layers * per_layer + _tables(shape) + shape.hidden
+
+
+def _tables(shape: ModelShape) -> int:
+    """Parameters of embedding and head."""
+    return shape.vocab * shape.hidden * (1 if shape.tied_embeddings else 2)
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -127,8 +131,10 @@ def plan_engine(config: RunConfig, shape: ModelShape) -> EnginePlan:
     kv_heads = max(1, shape.kv_heads // rollout.engine_tensor)
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * item
     longest = rollout.max_engine_tokens or config.max_sequence_tokens
+    tables, in_layers = _tables(shape), parameter_count(shape) - _tables(shape)
+    matrix_item = item if rollout.engine_quantization is None else 1  # FP8; a scale for 16,384
     return EnginePlan(
-        weights=parameter_count(shape) * item / rollout.engine_tensor,
+        weights=(tables * item + in_layers * matrix_item) / rollout.engine_tensor,
         cache_per_token=per_token,
         cache_when_full=per_token * longest * rollout.max_concurrent_sequences,
     )

@@ -6,7 +6,10 @@ import pytest
 import torch
 import transformers
 
-from megatron_dapo.config.model_shape import ModelShape
+from megatron_dapo.cli.plan import plan_of_run
+from megatron_dapo.config import load_config
+from megatron_dapo.config.machine_checks import decide_device
+from megatron_dapo.config.model_shape import ModelShape, read_hf_config
 from megatron_dapo.loss.head_blocks import GPU_ROWS
 from megatron_dapo.planning.memory import (
     HEAD_ROWS,
@@ -129,6 +132,17 @@ def test_an_engine_caches_keys_and_values_of_its_heads() -> None:
     assert two.cache_per_token == one.cache_per_token / 2
     assert one.cache_when_full == one.cache_per_token * 96 * 256
     assert two.weights == parameter_count(SHAPE) * 2 / 2
+
+
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_an_engine_holds_what_an_update_brings(quantization: str | None) -> None:
+    """Of the 32B shape, for which copies of key heads, biases and scales are a thousandth."""
+    file = "examples/qwen32b/dapo.yaml"
+    chosen = [f"rollout.engine_quantization={quantization}"] if quantization else []
+    config = decide_device(load_config(file, ["rollout.engine_tensor=4", *chosen]))
+    shape = ModelShape.from_hf(read_hf_config(config.model.path))
+    owned = plan_of_run(config, shape).lower_bound / config.rollout.engines / 4
+    assert plan_engine(config, shape).weights == pytest.approx(owned, rel=2e-3)
 
 
 @pytest.mark.parametrize(("tensor", "rows"), [(1, 152064), (4, 152064), (8, 152576)])
