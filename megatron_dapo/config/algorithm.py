@@ -6,7 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_dapo.config.section import AnswerStyle, Fraction, PositiveInt, Section
+from megatron_dapo.config.section import (
+    AnswerStyle,
+    Coefficient,
+    Fraction,
+    LearningRate,
+    NaturalInt,
+    PositiveInt,
+    Seconds,
+    Section,
+    WholeSeconds,
+)
 
 
 class RewardConfig(Section):
@@ -14,13 +24,13 @@ class RewardConfig(Section):
 
     style: AnswerStyle = "answer_line"
     """Where the answer is read. dapo_reference reproduces the published grader bit by bit."""
-    correct: float = 1.0
+    correct: float = Field(default=1.0, ge=-1000.0, le=1000.0)
     """Reward of a right answer."""
-    incorrect: float = -1.0
+    incorrect: float = Field(default=-1.0, ge=-1000.0, le=1000.0)
     """Reward of a wrong or missing answer."""
-    overlong_buffer_tokens: int = Field(default=4096, ge=0)
+    overlong_buffer_tokens: NaturalInt = 4096
     """L_cache of Eq. 13: the last tokens before the limit are punished linearly. 0: off."""
-    overlong_penalty: float = Field(default=1.0, ge=0.0)
+    overlong_penalty: Coefficient = 1.0
     """Punishment at max_response_tokens and beyond."""
     filter_truncated: bool = False
     """Overlong filtering: truncated responses count in the group's statistics but do not train."""
@@ -34,11 +44,11 @@ class RewardConfig(Section):
     """Let the plug-in reach the network, for example another model that judges."""
     plugin_environment: tuple[str, ...] = ()
     """Names of environment variables that the plug-in sees beside PATH, PYTHONPATH and locale."""
-    workers: PositiveInt = 2
+    workers: int = Field(default=2, gt=0, le=1024)
     """Processes that run the plug-in or math-verify; without both, none is started."""
-    time_limit_seconds: float = Field(default=10.0, gt=0.0)
+    time_limit_seconds: Seconds = 10.0
     """Longest call of a worker. Then it is killed and the response masked, never counted wrong."""
-    cpu_limit_seconds: PositiveInt = 10
+    cpu_limit_seconds: WholeSeconds = 10
     """CPU time of a call, all threads of the worker together, in whole seconds."""
     memory_limit_mib: PositiveInt = 2048
     """Address space that calls may add to what a worker has after its imports."""
@@ -61,7 +71,7 @@ class AdvantageConfig(Section):
     """Divide by the group's standard deviation. Off: Dr.GRPO."""
     unbiased: bool = True
     """n - 1 in that deviation (verl, NeMo-RL, TRL). Off: population."""
-    eps: float = Field(default=1e-6, ge=0.0)
+    eps: float = Field(default=1e-6, ge=0.0, le=1.0)
     """Added to that deviation."""
 
 
@@ -73,11 +83,11 @@ class LossConfig(Section):
     form, so that advantages may differ by token (advantage.estimator = gae)."""
     objective: Literal["ppo", "cispo"] = "ppo"
     """ppo: clipped surrogate. cispo: clipped, detached weight times log-prob."""
-    clip_low: float = Field(default=0.2, gt=0.0)
+    clip_low: float = Field(default=0.2, ge=1e-9, le=1000.0)
     """Ratio may fall to 1 - clip_low. GSPO uses 3e-4."""
-    clip_high: float = Field(default=0.28, gt=0.0)
+    clip_high: float = Field(default=0.28, ge=1e-9, le=1000.0)
     """Ratio may rise to 1 + clip_high; above clip_low it keeps rare tokens alive. GSPO: 4e-4."""
-    dual_clip: float | None = Field(default=None, gt=1.0)
+    dual_clip: float | None = Field(default=None, gt=1.0, le=1e6)
     """Caps the loss of tokens with negative advantage at ratio = dual_clip. The script uses 10."""
     aggregation: Literal["token_mean", "sequence_mean", "group_token_mean", "constant"] = (
         "token_mean"
@@ -86,11 +96,11 @@ class LossConfig(Section):
     sequence_mean: GRPO, GSPO. constant: Dr.GRPO."""
     constant_tokens: PositiveInt | None = None
     """Divisor of each response with aggregation = constant."""
-    kl_coef: float = Field(default=0.0, ge=0.0)
+    kl_coef: Coefficient = 0.0
     """Weight of the KL to the reference policy in the loss. DAPO: none."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of that KL. k3: never negative, low variance (GRPO)."""
-    entropy_coef: float = Field(default=0.0, ge=0.0)
+    entropy_coef: Coefficient = 0.0
     """Weight of the entropy bonus. DAPO: none."""
     mismatch: Literal[
         "none", "tis_token", "tis_sequence", "icepop", "sequence_mask", "geometric"
@@ -101,9 +111,9 @@ class LossConfig(Section):
     geometric: w is the geometric mean; like the others it is the weight and not only the test, so
     a kept response weighs neither 1 nor each token's own w. Tokens that weigh 0 still count in the
     denominator."""
-    mismatch_low: float = Field(default=0.0, ge=0.0)
+    mismatch_low: float = Field(default=0.0, ge=0.0, le=1e6)
     """Lower bound of the correction's weight; truncation does not read it."""
-    mismatch_high: float = Field(default=2.0, gt=0.0)
+    mismatch_high: float = Field(default=2.0, ge=1e-9, le=1e6)
     """Upper bound of the correction's weight."""
 
 
@@ -111,8 +121,8 @@ class CriticConfig(Section):
     """The value model of PPO: the policy's start weights under a scalar head. Read only with
     advantage.estimator = gae; what is not here is as in `optimizer`."""
 
-    lr: float = Field(default=1e-5, gt=0.0)
+    lr: LearningRate = 1e-5
     """Constant after optimizer.warmup_steps. verl: 1e-5, above the policy's: the head is new."""
-    clip_width: float = Field(default=0.5, gt=0.0)
+    clip_width: float = Field(default=0.5, ge=1e-9, le=1e6)
     """A value that moves further than this from what it was at the rollout has no gradient, in
     units of reward. verl: 0.5; PPO's 0.2 is for returns of unit scale."""

@@ -6,17 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from megatron_dapo.config.section import PositiveInt, Section
+from megatron_dapo.config.section import NaturalInt, PositiveInt, Section
 
 
 class CheckpointConfig(Section):
     """What is kept, and when."""
 
-    every: int = Field(default=5, ge=0)
+    every: NaturalInt = 5
     """Rollout steps between checkpoints. 0: only at the end."""
     keep: PositiveInt = 2
     """Newest checkpoints kept; an old one goes only after a new one is complete."""
-    keep_every: int = Field(default=0, ge=0)
+    keep_every: NaturalInt = 0
     """Steps that are multiples of it are kept for good, beside the newest. 0: none."""
     keep_best: str | None = Field(default=None, min_length=1)
     """Metric, such as val-core/aime/acc/mean@32, whose best checkpoint is kept too. Only a step

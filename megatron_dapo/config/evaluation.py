@@ -7,9 +7,11 @@ from pydantic import Field
 from megatron_dapo.config.section import (
     AnswerStyle,
     LocalPath,
+    NaturalInt,
     PositiveInt,
     PromptFormat,
     Section,
+    Temperature,
     UserName,
 )
 
@@ -21,9 +23,9 @@ class EvaluationSet(Section):
     """.parquet or .jsonl file."""
     samples_per_prompt: PositiveInt | None = None
     """Of this set."""
-    temperature: float | None = Field(default=None, ge=0.0)
+    temperature: Temperature | None = None
     """Of this set."""
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_p: float | None = Field(default=None, ge=1e-6, le=1.0)
     """Of this set."""
     max_prompts: PositiveInt | None = None
     """Of this set."""
@@ -41,15 +43,15 @@ class EvaluationConfig(Section):
     """Accuracy on `data.heldout` and on `sets`, inside the loop and by `megatron-dapo eval`.
     Defaults are the paper's AIME protocol."""
 
-    every: int = Field(default=5, ge=0)
+    every: NaturalInt = 5
     """Rollout steps between evaluations; also before the first and after the last. 0: never."""
     sets: dict[UserName, EvaluationSet] = Field(default_factory=dict)
     """Held-out sets by the name that their metrics carry: val-core/<name>/acc/mean@k."""
     samples_per_prompt: PositiveInt = 32
     """Responses of each prompt, k of avg@k, maj@k and pass@k."""
-    temperature: float = Field(default=1.0, ge=0.0)
+    temperature: Temperature = 1.0
     """0: greedy, one sample a prompt."""
-    top_p: float = Field(default=0.7, gt=0.0, le=1.0)
+    top_p: float = Field(default=0.7, ge=1e-6, le=1.0)
     """Share of the probability mass that is sampled from."""
     max_prompts: PositiveInt | None = None
     """Only the first ones; default all."""

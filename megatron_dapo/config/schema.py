@@ -13,7 +13,22 @@ from pydantic import Field
 from megatron_dapo.config.algorithm import AdvantageConfig, CriticConfig, LossConfig, RewardConfig
 from megatron_dapo.config.checkpoint import CheckpointConfig
 from megatron_dapo.config.evaluation import EvaluationConfig
-from megatron_dapo.config.section import Fraction, LocalPath, PositiveInt, PromptFormat, Section
+from megatron_dapo.config.section import (
+    LONGEST_SECONDS,
+    MOST,
+    Coefficient,
+    Fraction,
+    LearningRate,
+    LocalPath,
+    NaturalInt,
+    PositiveInt,
+    PromptFormat,
+    Ranks,
+    Seconds,
+    Section,
+    Temperature,
+    WholeSeconds,
+)
 
 
 class ModelConfig(Section):
@@ -32,29 +47,29 @@ class ModelConfig(Section):
 class ParallelConfig(Section):
     """How ranks are cut: world size = tensor x pipeline x context x data."""
 
-    tensor: PositiveInt = 1
+    tensor: Ranks = 1
     """Ranks that share each layer (TP)."""
-    pipeline: PositiveInt = 1
+    pipeline: Ranks = 1
     """Stages that share the depth (PP)."""
-    virtual_pipeline: PositiveInt | None = None
+    virtual_pipeline: Ranks | None = None
     """Model chunks a stage (interleaved schedule); needs pipeline >= 2."""
-    context: PositiveInt = 1
+    context: Ranks = 1
     """Ranks that share each sequence (CP)."""
-    data: PositiveInt = 1
+    data: Ranks = 1
     """Copies of the model that split each update (DP)."""
-    expert: PositiveInt = 1
+    expert: Ranks = 1
     """Ranks that share the experts of an MoE layer (EP); taken out of tensor x context x data."""
-    expert_tensor: PositiveInt | None = None
+    expert_tensor: Ranks | None = None
     """Tensor parallelism inside an expert; default 1 when expert > 1, else `tensor`."""
     sequence_parallel: bool | None = None
     """Split activations between tensor ranks; default: on when tensor > 1."""
     distributed_optimizer: bool = True
     """Shard fp32 masters and Adam moments over the data-parallel ranks."""
-    nodes: PositiveInt = 1
+    nodes: Ranks = 1
     """Machines. More than one: started by srun or torchrun, one task per device."""
-    timeout_seconds: PositiveInt = 600
+    timeout_seconds: WholeSeconds = 600
     """Longest wait inside one training collective. Waiting for rollouts has its own limit."""
-    stall_seconds: int = Field(default=1800, ge=0)
+    stall_seconds: int = Field(default=1800, ge=0, le=LONGEST_SECONDS)
     """Once no rank has begun an update or a phase, nor received a response, for so long, all write
     their stacks into run_dir/logs/stacks and the run ends. 0: off."""
 
@@ -116,9 +131,9 @@ class TrainingConfig(Section):
 class MoeConfig(Section):
     """Mixture-of-experts training. Read only for MoE models."""
 
-    aux_loss_coef: float = Field(default=0.0, ge=0.0)
+    aux_loss_coef: Coefficient = 0.0
     """Load-balancing loss; 0 leaves routing to the policy gradient."""
-    z_loss_coef: float = Field(default=0.0, ge=0.0)
+    z_loss_coef: Coefficient = 0.0
     """Keeps router logits small."""
     grouped_gemm: bool | None = None
     """One kernel for all local experts; default: on where Transformer Engine is in use."""
@@ -127,19 +142,19 @@ class MoeConfig(Section):
 class OptimizerConfig(Section):
     """AdamW. Defaults are DAPO's (4.1 and the released script)."""
 
-    lr: float = Field(default=1e-6, gt=0.0)
+    lr: LearningRate = 1e-6
     """Constant after warm-up."""
-    warmup_steps: int = Field(default=20, ge=0)
+    warmup_steps: NaturalInt = 20
     """Rollout steps (not updates) of linear warm-up; the scheduler moves once a rollout step."""
-    weight_decay: float = Field(default=0.1, ge=0.0)
+    weight_decay: float = Field(default=0.1, ge=0.0, le=100.0)
     """Decoupled; not applied to biases and norms."""
     beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """Decay of the running mean of gradients."""
     beta2: float = Field(default=0.999, ge=0.0, lt=1.0)
     """Decay of the running mean of squared gradients."""
-    eps: float = Field(default=1e-8, gt=0.0)
+    eps: float = Field(default=1e-8, ge=1e-20, le=1.0)
     """Added to the root of the second moment."""
-    clip_grad: float = Field(default=1.0, gt=0.0)
+    clip_grad: float = Field(default=1.0, ge=1e-6, le=1e9)
     """Global gradient norm above which the gradient is scaled down."""
 
 
@@ -174,11 +189,11 @@ class RolloutConfig(Section):
     """Groups that one rollout step trains on. DAPO 4.1: 512."""
     group_size: PositiveInt = 16
     """Responses a prompt, G. DAPO 4.1: 16."""
-    temperature: float = Field(default=1.0, ge=0.0)
+    temperature: Temperature = 1.0
     """The trainer divides its logits by it too. 0 has no gradient: refused for training."""
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, ge=1e-6, le=1.0)
     """Share of the probability mass that is sampled from; training takes only 1."""
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=MOST)
     """-1: off. Training takes only untruncated distributions, else log-probs would not match."""
     max_response_tokens: PositiveInt = 20480
     """L_max of DAPO Eq. 13."""
@@ -193,13 +208,13 @@ class RolloutConfig(Section):
     train on it; with mode=async or sampling.surplus=carry."""
     placement: Literal["colocated", "disaggregated"] = "colocated"
     """Engines share the trainers' devices (sleep and wake), or have their own."""
-    engines: PositiveInt = 1
+    engines: Ranks = 1
     """Replicas that trainer rank 0 starts on its machine; with `endpoints`, how many are given."""
-    engine_tensor: PositiveInt = 1
+    engine_tensor: Ranks = 1
     """Tensor parallelism of one engine."""
     endpoints: tuple[str, ...] = ()
     """Running servers (unix:/path or http://127.0.0.1:port) instead of starting our own."""
-    engine_nodes: int = Field(default=0, ge=0)
+    engine_nodes: int = Field(default=0, ge=0, le=65_536)
     """Machines for engines beside `parallel.nodes`: examples/qwen32b/run.sh starts `engines` there,
     evenly, and fills in `endpoints`. 0: trainer rank 0 starts them on its machine."""
     remote_engines: bool = False
@@ -219,18 +234,18 @@ class RolloutConfig(Section):
     """Sequences that one engine decodes at once."""
     gpu_memory_utilization: Fraction = 0.85
     """Share of an engine's GPU memory for weights and KV cache. Not read on CPU."""
-    cpu_kv_cache_gib: PositiveInt = 1
+    cpu_kv_cache_gib: int = Field(default=1, gt=0, le=65_536)
     """KV cache of an engine on CPU. Not read on GPU."""
-    startup_timeout_seconds: PositiveInt = 600
+    startup_timeout_seconds: WholeSeconds = 600
     """Longest wait for an engine to load its weights and answer."""
-    request_timeout_seconds: PositiveInt = 3600
+    request_timeout_seconds: WholeSeconds = 3600
     """Longest wait for one response."""
-    heartbeat_seconds: float = Field(default=5.0, gt=0.0)
+    heartbeat_seconds: Seconds = 5.0
     """Between two questions to each engine whether it lives."""
-    heartbeat_timeout_seconds: float = Field(default=60.0, gt=0.0)
+    heartbeat_timeout_seconds: Seconds = 60.0
     """An engine that answers none for this long hangs: it is killed and its requests go elsewhere.
     Must be longer than one step of the model over its longest prompts."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: int = Field(default=3, ge=0, le=10_000)
     """Times that an engine may be restarted (one of `endpoints`: waited for) after it was lost,
     after 1, 2, 4 ... s, before the run stops. Ten steps without a loss allow all of them again."""
 
@@ -251,19 +266,19 @@ class ReshardingConfig(Section):
     """files: shared memory. gloo, nccl: point to point. cuda_ipc: engines on the trainers' devices.
     vllm_*: vLLM's own backends. auto: files on CPU; on GPU nccl for engines with their own
     devices, cuda_ipc for others on one machine, files in run_dir on several."""
-    bucket_mib: PositiveInt = 512
+    bucket_mib: int = Field(default=512, gt=0, le=1_048_576)
     """Weights under way at a time; a transport holds at most two buckets beside the model on either
     side. An engine also holds, whole, those modules of a bucket that its kernel keeps in another
     layout; `megatron-dapo plan` prints how much."""
-    timeout_seconds: PositiveInt = 600
+    timeout_seconds: WholeSeconds = 600
     """Longest wait for the other side of a transfer, and, a little longer, for an engine in any
     step of an update, such as taking all weights."""
     verify_digests: bool = True
     """Compare a 64-bit hash of every engine parameter after each update."""
-    probe_tokens: int = Field(default=16, ge=0)
+    probe_tokens: int = Field(default=16, ge=0, le=65_536)
     """Tokens that each engine samples after an update, whose log-probs engine and trainer compare.
     0: off."""
-    probe_tolerance: float | None = Field(default=None, gt=0.0)
+    probe_tolerance: float | None = Field(default=None, gt=0.0, le=100.0)
     """Mean absolute difference of those log-probs, nats. Default: 1e-3 in float32, 0.1 in
     bfloat16."""
     in_flight: Literal["wait", "keep"] = "wait"
@@ -284,7 +299,7 @@ class SamplingConfig(Section):
     prompts_per_round: PositiveInt | None = None
     """Prompts of the first wave of a step, and of a round. Default: rollout.prompts_per_step, the
     first wave by the share of mixed groups in earlier steps."""
-    max_seconds: float | None = Field(default=None, gt=0.0)
+    max_seconds: Seconds | None = None
     """Time that a step may wait for its groups before `when_short` applies."""
     when_short: Literal["stop", "train"] = "stop"
     """Too few mixed groups by max_rounds or max_seconds: stop with the counts, or train on what
@@ -309,7 +324,7 @@ class LoggingConfig(Section):
     """Key from the environment or netrc; WANDB_MODE=offline works."""
     wandb_project: str = "megatron_dapo"
     """Project that the run appears in."""
-    samples_per_step: int = Field(default=4, ge=0)
+    samples_per_step: NaturalInt = 4
     """Responses a step written to samples.jsonl with their prompt, answer and reward."""
 
 

@@ -22,7 +22,22 @@ def _absolute(path: Path) -> Path:
 
 LocalPath = Annotated[Path, AfterValidator(_absolute)]
 """A file or folder; made absolute, so that a saved configuration means the same anywhere."""
-PositiveInt = Annotated[int, Field(gt=0)]
+MOST = 2**31 - 1
+"""Of whatever is counted: numbers of 32 bits go everywhere."""
+LONGEST_SECONDS = 30 * 86_400
+"""A month: what waits longer waits for ever, and clocks of libraries end somewhere."""
+PositiveInt = Annotated[int, Field(gt=0, le=MOST)]
+NaturalInt = Annotated[int, Field(ge=0, le=MOST)]
+Ranks = Annotated[int, Field(gt=0, le=65_536)]
+"""Processes of one kind, or machines."""
+WholeSeconds = Annotated[int, Field(gt=0, le=LONGEST_SECONDS)]
+"""A limit of time."""
+Seconds = Annotated[float, Field(ge=0.01, le=LONGEST_SECONDS)]
+"""A limit of time, or a pause: below it a loop only turns."""
+LearningRate = Annotated[float, Field(ge=1e-12, le=1.0)]
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+Coefficient = Annotated[float, Field(ge=0.0, le=1000.0)]
+"""Of a term that is added to the loss, or taken from a reward."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 UserName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]
 """A name that the user gives to a part of the configuration; without dots, so that overrides can

@@ -18,7 +18,7 @@ LONGEST_REFUSAL_SECONDS = 5.0
 OVERRIDES = [
     ("loss.clip_hihg=0.3", "Did you mean loss.clip_high?"),
     ("group_size=4", "Did you mean rollout.group_size?"),
-    ("loss.clip_low=-1", "loss.clip_low=-1: input should be greater than 0"),
+    ("loss.clip_low=-1", "loss.clip_low=-1: input should be greater than or equal to"),
     ("model.dtype=fp16", "model.dtype='fp16': input should be 'float32' or 'bfloat16'"),
     ("parallel.tensor=two", "parallel.tensor='two'"),
     ("parallel.tensor=1.5", "parallel.tensor=1.5"),
