@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_dapo.cli.launch import launch_ranks
@@ -37,6 +37,7 @@ def convert_main(options: argparse.Namespace) -> int:
     out = options.out.absolute()
     _check_free(out)
     config = _convert_config(options.hf_folder.absolute(), out, options.overrides)
+    _warn_of_rounding(config)
     unfinished = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -68,7 +69,7 @@ def _convert_config(source: Path, out: Path, overrides: Sequence[str]) -> RunCon
         ConfigError: model, weights or layout cannot be used.
     """
     hf_config = read_hf_config(source)
-    dtype = hf_config.get("dtype", hf_config.get("torch_dtype"))
+    dtype = _stored_dtype(hf_config)
     config = RunConfig.model_validate(
         {
             "run_dir": out,
@@ -86,3 +87,18 @@ def _convert_config(source: Path, out: Path, overrides: Sequence[str]) -> RunCon
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _stored_dtype(hf_config: Mapping[str, object]) -> object:
+    """What config.json says that the weights are in."""
+    return hf_config.get("dtype", hf_config.get("torch_dtype"))
+
+
+def _warn_of_rounding(config: RunConfig) -> None:
+    """The shards of a float16 folder are no copy of it unless they are in float32."""
+    stored = _stored_dtype(read_hf_config(config.model.path))
+    if stored == "float16" and config.model.dtype == "bfloat16":
+        sys.stderr.write(
+            f"{config.model.path} is in float16, and model.dtype=bfloat16 rounds its numbers from "
+            "11 bits to 8. Give model.dtype=float32 to keep them as they are\n"
+        )

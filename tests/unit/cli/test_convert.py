@@ -48,6 +48,30 @@ def test_the_shards_appear_at_once_with_the_configuration_of_a_run(
     assert not (tmp_path / ".out.tmp").exists()
 
 
+@pytest.mark.parametrize(
+    ("stored", "overrides", "rounds"),
+    [
+        ("float16", (), True),
+        ("float16", ("model.dtype=float32",), False),
+        ("bfloat16", (), False),
+        ("float32", ("model.dtype=bfloat16",), False),  # asked for
+    ],
+)
+def test_weights_that_would_be_rounded_are_said_to_be(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stored: str,
+    overrides: tuple[str, ...],
+    rounds: bool,
+) -> None:
+    write_run(tmp_path, hf=DENSE | {"torch_dtype": stored})
+    fake_ranks(monkeypatch, 0)
+    assert convert_main(options(tmp_path, *overrides)) == 0
+    said = capsys.readouterr().err
+    assert ("rounds its numbers from 11 bits to 8. Give model.dtype=float32" in said) == rounds
+
+
 def test_ranks_that_fail_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path)
     before = sorted(tmp_path.iterdir())
