@@ -8,6 +8,9 @@ no CUDA device is visible.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+
 from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
@@ -23,8 +26,9 @@ from megatron_dapo.config.machine_checks import (
     meant_for_another_machine,
 )
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
-from megatron_dapo.config.remarks import remarks
+from megatron_dapo.config.remarks import remark_on_prompts, remarks
 from megatron_dapo.config.schema import RunConfig
+from megatron_dapo.data.rows import Row, read_rows
 from megatron_dapo.parallel.rank_map import RankPlace, as_ranges, rank_map
 from megatron_dapo.planning.memory import (
     FORMULAS,
@@ -57,7 +61,7 @@ def dry_run(config: RunConfig) -> int:
     _show_ranks(console, config)
     _show_batches(console, config)
     show_memory(console, config, shape)
-    for remark in remarks(config):
+    for remark in (*remarks(config), *_remarks_on_data(config)):
         console.print(f"note: {remark}", markup=False, highlight=False)
     if elsewhere:
         _show_warnings(console, problems)
@@ -109,11 +113,47 @@ def _show_batches(console: Console, config: RunConfig) -> None:
         f"      {config.updates_per_step} updates of {training.responses_per_update:,} responses"
         f"{epochs}, {per_rank:g} responses per data-parallel rank and update",
         f"run:  {training.steps:,} steps, {training.steps * config.updates_per_step:,} updates, "
-        f"at most {training.steps * config.responses_per_step * longest / 1e9:,.3g} billion tokens",
+        f"at most {in_words(training.steps * config.responses_per_step * longest)} tokens",
         f"pack: {training.tokens_per_micro_batch:,} tokens a micro-batch, sequences of at most "
         f"{longest:,}, padded to multiples of {multiple}",
     ):
         console.print(line, markup=False)
+
+
+def in_words(count: int) -> str:
+    """`count` to three digits: 950, 49.2 thousand, 1.5 million, 3.69 billion."""
+    for size, unit in ((10**12, " trillion"), (10**9, " billion"), (10**6, " million")):
+        if count >= 0.9995 * size:
+            return f"{count / size:,.3g}{unit}" if count < 999.5 * size else f"{count:.2e}"
+    return f"{count / 1000:.3g} thousand" if count >= 1000 else str(count)
+
+
+def _remarks_on_data(config: RunConfig) -> Iterator[str]:
+    """What the training file itself shows, read only as far as one step would read it."""
+    if not config.data.train.is_file():
+        return
+    try:
+        found = _first_prompts(config)
+    except ValueError as error:
+        yield f"data.train cannot be used: {error}"
+        return
+    if remark := remark_on_prompts(config, found):
+        yield remark
+
+
+def _first_prompts(config: RunConfig) -> int:
+    """Prompts of the training file, counted to `rollout.prompts_per_step` at most; 1 at least."""
+    data = config.data
+    rows = read_rows(data.train, prompt_column=data.prompt_column, answer_column=data.answer_column)
+    found: set[str] = set()
+    for row in rows:
+        if isinstance(row, Row):
+            found.add(json.dumps(row.messages) if data.deduplicate else str(row.line))
+        if len(found) == config.rollout.prompts_per_step:
+            break
+    if not found:
+        raise ValueError(f"{data.train} holds no row that can be read")
+    return len(found)
 
 
 def show_memory(console: Console, config: RunConfig, shape: ModelShape) -> None:

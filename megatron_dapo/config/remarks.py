@@ -42,6 +42,22 @@ def remarks(config: RunConfig) -> Iterator[str]:
     yield from _idle_devices(config)
 
 
+def remark_on_prompts(config: RunConfig, prompts: int) -> str | None:
+    """A sentence where one step asks for more prompts than there are.
+
+    Args:
+        prompts: that `data.train` holds, as far as they are known to differ.
+    """
+    step = config.rollout.prompts_per_step
+    if step <= prompts:
+        return None
+    return (
+        f"rollout.prompts_per_step={step}: data.train={config.data.train} has {prompts} prompts. "
+        f"An epoch passes in every step, which samples each of them {step / prompts:.1f} times or "
+        "more. Give more prompts, or lower rollout.prompts_per_step."
+    )
+
+
 def _unguarded_transport(config: RunConfig) -> Iterator[str]:
     """What a user of vLLM's own backends takes upon himself."""
     transport = config.resharding.transport

@@ -12,6 +12,7 @@ from typing import cast
 from pydantic import JsonValue
 
 from megatron_dapo.config import ConfigError, RunConfig
+from megatron_dapo.config.remarks import remark_on_prompts
 from megatron_dapo.data.prompts import PromptStream
 from megatron_dapo.reward.grade import grade_response
 from megatron_dapo.reward.grader_pool import GraderPool, needs_pool
@@ -54,6 +55,8 @@ class RolloutDriver:
         self._decode = Counted(inputs.tokenizer.decode)
         self._stop_ids = inputs.stop_token_ids
         self._prompts = PromptStream(inputs.train, config.seed)
+        if remark := remark_on_prompts(config, len(inputs.train.prompts)):
+            logger.warning(remark)
         self._graders = _grader_pool(config)
         grade = partial(
             grade_response,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -175,3 +176,11 @@ def test_a_run_directory_that_cannot_take_the_configuration_is_refused(tmp_path:
     (config.run_dir / "config.resolved.yaml").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"^run_dir=.* cannot be written: .*Is a directory"):
         session._note_accepted(config)
+
+
+def test_a_step_of_more_prompts_than_there_are_is_told_at_the_start(
+    tmp_path: Path, alone: Alone, started: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    opened(tmp_path, alone, states={})
+    told = r"rollout\.prompts_per_step=3: data\.train=.* has 1 prompts\. .* 3\.0 times or more"
+    assert re.search(told, caplog.text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.cli.dry_run import in_words
 from megatron_dapo.cli.main import main
 from tests.conftest import REPOSITORY
 from tests.unit.config.runs import DENSE, write_run
@@ -80,6 +82,73 @@ def test_a_small_run_lists_each_rank(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_remarks_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = dry_run(capsys, str(write_run(tmp_path)), "training.responses_per_update=64")
     assert "note: One update a step" in text
+
+
+ROWS = [{"prompt": f"{n} + 1", "reward_model": {"ground_truth": "2"}} for n in range(99)]
+LINES = tuple(json.dumps(row) + "\n" for row in ROWS)
+FEW = "note: rollout.prompts_per_step=8: data.train="
+
+
+def unwrapped(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("rows", "known"),
+    [(LINES[:8], None), (LINES[:7], 7), (LINES[:1] * 50 + LINES[1:4], 4), (LINES * 2, None)],
+    ids=["as many", "one too few", "repeated", "more"],
+)
+def test_a_step_of_more_prompts_than_there_are_is_remarked_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rows: tuple[str, ...], known: int | None
+) -> None:
+    file = write_run(tmp_path)
+    (tmp_path / "train.jsonl").write_text("".join(rows))
+    text = unwrapped(dry_run(capsys, str(file)))
+    assert (FEW in text) == (known is not None)
+    if known is not None:
+        assert f"has {known} prompts. An epoch passes in every step" in text
+
+
+def test_repeated_rows_count_where_they_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    (tmp_path / "train.jsonl").write_text(LINES[0] * 8)
+    assert FEW in unwrapped(dry_run(capsys, str(file)))
+    assert FEW not in unwrapped(dry_run(capsys, str(file), "data.deduplicate=false"))
+
+
+def test_a_training_file_without_a_row_is_remarked_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_run(tmp_path)
+    assert "note: data.train cannot be used: " in dry_run(capsys, str(file))
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1 thousand"),
+        (49_152, "49.2 thousand"),
+        (999_499, "999 thousand"),
+        (999_500, "1 million"),
+        (3_690_000, "3.69 million"),
+        (999_600_000, "1 billion"),
+        (73_819_750_400, "73.8 billion"),
+        (4 * 10**12, "4 trillion"),
+    ],
+)
+def test_large_numbers_are_told_in_words(count: int, words: str) -> None:
+    assert in_words(count) == words
+
+
+def test_a_small_run_tells_its_tokens_in_a_fitting_unit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = dry_run(capsys, str(write_run(tmp_path)), "training.steps=2")
+    assert "2 steps, 8 updates, at most 12.3 thousand tokens" in text
 
 
 def test_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
