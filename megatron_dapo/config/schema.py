@@ -303,7 +303,7 @@ class SamplingConfig(Section):
     """Time that a step may wait for its groups before `when_short` applies."""
     when_short: Literal["stop", "train"] = "stop"
     """Too few mixed groups by max_rounds or max_seconds: stop with the counts, or train on what
-    there is."""
+    there is. A step without any has no gradient, and stops the run in either case."""
     surplus: Literal["drop", "carry"] = "drop"
     """Mixed groups beyond the target. drop: the reference's rule; their prompts come again. carry:
     they train in the next step, one update later; needs loss.mismatch."""

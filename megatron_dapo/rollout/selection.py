@@ -38,6 +38,12 @@ class Selection:
     rounds_used: int
 
 
+NOTHING_TO_TRAIN_ON = (
+    "Without one there is no gradient to train on, so the run stops with sampling.when_short=train "
+    "too. "
+)
+
+
 class NotEnoughGroups(RuntimeError):
     """Dynamic sampling found too few groups of mixed accuracy. `counts` says on which side.
 
@@ -62,9 +68,10 @@ class NotEnoughGroups(RuntimeError):
             bound = f"{seconds:g} seconds (sampling.max_seconds)"
         spread = ", ".join(f"{right}: {groups}" for right, groups in (histogram or {}).items())
         told = f" Groups by number of right responses: {spread}." if spread else ""
+        none = "" if counts.kept else NOTHING_TO_TRAIN_ON
         super().__init__(
             f"only {counts.kept} of {target} groups of mixed accuracy after {bound}: {counts}."
-            f"{told} {_cause_and_cure(counts, by_time=seconds is not None)}"
+            f"{told} {none}{_cause_and_cure(counts, by_time=seconds is not None)}"
         )
         self.counts = counts
 

@@ -93,7 +93,9 @@ def test_too_few_groups_may_be_trained_on() -> None:
 
 def test_not_one_group_is_never_trained_on() -> None:
     sampling = SamplingConfig(max_rounds=2, when_short="train")
-    with pytest.raises(NotEnoughGroups):
+    with pytest.raises(
+        NotEnoughGroups, match=r"no gradient .*stops with sampling\.when_short=train"
+    ):
         collect([FakeEngine()], Source((0,)), sampling=sampling)
 
 

@@ -122,7 +122,8 @@ def test_the_error_names_the_side_and_the_cure() -> None:
     assert "only 1 of 4" in hard
     assert "too hard" in hard
     assert "too easy" in easy
-    assert "sampling.when_short=train" in hard
+    assert "or take what there is with sampling.when_short=train" in hard
+    assert "no gradient" not in hard
 
 
 def test_the_error_blames_a_failing_grader_and_never_advises_to_train_on_nothing() -> None:
@@ -130,4 +131,5 @@ def test_the_error_blames_a_failing_grader_and_never_advises_to_train_on_nothing
     assert "reward.plugin failed" in ungraded
     assert "too hard" not in ungraded
     nothing = str(NotEnoughGroups(4, 3, FilterCounts(9, 0, 0, 9, 0, 0)))
-    assert "sampling.when_short=train" not in nothing
+    assert "take what there is with sampling.when_short=train" not in nothing
+    assert "so the run stops with sampling.when_short=train too" in nothing
