@@ -46,7 +46,7 @@ from megatron_dapo.types import Prompt, Response, Reward
 
 KEEP_RATES = (0.2, 0.35, 0.5, 0.7, 0.9)
 MAIN_RATE = 0.5
-SEEDS = 5
+SEEDS = 10
 """Runs of `reference` and `carry + continue` at the main keep rate; all else runs once."""
 STOP_TOKEN_IDS = (2,)
 MOST_WASTED = 0.01
