@@ -294,12 +294,12 @@ class Bridge:
     def expected_digests(self) -> list[dict[str, str]] | None:
         """For each tensor rank of an engine: parameter -> digest in hexadecimal, on rank 0.
 
-        None on other ranks. The control group sums one integer for each parameter. Without
-        `resharding.verify_digests` nothing is expected: the dictionaries are empty.
+        None on other ranks, and everywhere without `resharding.verify_digests`: there is nothing to
+        compare. The control group sums one integer for each parameter.
         """
-        workers = range(self.plan.engine.tensor)
         if not self._verify_digests:
-            return [{} for _ in workers] if self._parallel.rank == LEADER else None
+            return None
+        workers = range(self.plan.engine.tensor)
         names = [list(self.plan.parameters(worker)) for worker in workers]
         parts: list[int] = []
         for worker in workers:

@@ -216,8 +216,8 @@ class RolloutDriver:
         out and replaced.
 
         Args:
-            expected_digests: by tensor-parallel rank of an engine, parameter -> digest. None: the
-                transport brings none. Not read without resharding.verify_digests.
+            expected_digests: by tensor-parallel rank of an engine, parameter -> digest. None: there
+                is nothing to compare.
 
         Returns:
             What each of the updated engines sampled as a probe, for `check_probes`; () with
@@ -227,8 +227,7 @@ class RolloutDriver:
             EngineError: an engine refused, or holds other weights than were sent; none of those
                 that were to be updated is used any more and the run has to stop.
         """
-        verify = self._config.resharding.verify_digests
-        updated = self._fleet.finish_update(expected_digests if verify else None)
+        updated = self._fleet.finish_update(expected_digests)
         return self._fleet.run(self._probe(updated))
 
     def let_requests_in(self) -> None:
