@@ -22,13 +22,15 @@ from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_DONE
 from megatron_dapo.config.machine_checks import decide_device
 from megatron_dapo.observability.logs import quiet_logs
+from megatron_dapo.rollout.restarts import RestartBudget
 from megatron_dapo.rollout.server_options import Address, ServerOptions, server_options
 from megatron_dapo.rollout.vllm_server import EngineStartError, VllmServer
 
 logger = logging.getLogger("megatron_dapo.rollout.serve")
 
 POLL_SECONDS = 0.5
-FIRST_PAUSE_SECONDS = 1.0
+REFILL_SECONDS = 3600.0
+"""A server that was up for so long has all its restarts again, as one of a run after good steps."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -81,18 +83,23 @@ def engine_options(
 def serve(options: ServerOptions, max_restarts: int) -> int:
     """Keep a server of `options` up; returns 0 once the token file is gone."""
     assert options.address is not None, "an engine of its own has an address"
-    server = VllmServer(options)
+    server, budget = VllmServer(options), RestartBudget(max_restarts)
     try:
-        for attempt in range(max_restarts + 1):
-            if attempt:
-                logger.error("%s ended:\n%s", server.name, server.log_tail())
-                time.sleep(FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
-                server.stop()
+        while True:
             server.start()
+            started = time.monotonic()
             while server.alive:
                 if not options.address.token_file.exists():
                     return EXIT_DONE
                 time.sleep(POLL_SECONDS)
+            if time.monotonic() - started >= REFILL_SECONDS:
+                budget = RestartBudget(max_restarts)
+            wait = budget.spend()
+            if wait is None:
+                break
+            logger.error("%s ended:\n%s", server.name, server.log_tail())
+            time.sleep(wait)
+            server.stop()
     finally:
         server.stop()
     message = f"{server.name} ended {max_restarts + 1} times"

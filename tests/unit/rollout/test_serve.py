@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.rollout import restarts, vllm_server
 from megatron_dapo.rollout import serve as serve_module
-from megatron_dapo.rollout import vllm_server
 from megatron_dapo.rollout.server_options import Address
 from megatron_dapo.rollout.vllm_server import EngineStartError
 from tests.unit.config.runs import write_run
@@ -26,7 +26,7 @@ def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
     monkeypatch.setattr(
         vllm_server, "server_command", lambda options, socket: ["sh", "-c", "echo lost; exit 1"]
     )
-    monkeypatch.setattr(serve_module, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 0.01)
     monkeypatch.setattr(serve_module, "POLL_SECONDS", 0.01)
     handlers = [signal.getsignal(number) for number in HEARD]
     token_file = tmp_path / "token"
@@ -36,16 +36,16 @@ def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize("restarts", [0, 2])
+@pytest.mark.parametrize("most", [0, 2])
 def test_the_servers_of_a_machine_are_restarted_as_often_as_configured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token_file: Path, restarts: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token_file: Path, most: int
 ) -> None:
     engine = replace(options(tmp_path), address=Address("127.0.0.1", 9, token_file))
     monkeypatch.setattr(serve_module, "engine_options", lambda *_: engine)
     arguments = ["--config", str(write_run(tmp_path)), "--hosts", "a", "--first-port", "9"]
-    with pytest.raises(EngineStartError, match=rf"ended {restarts + 1} times(.|\n)*lost"):
-        serve_module.main([*arguments, f"rollout.max_restarts={restarts}"])
-    assert engine.log_file.read_text().splitlines() == ["lost"] * (restarts + 1)
+    with pytest.raises(EngineStartError, match=rf"ended {most + 1} times(.|\n)*lost"):
+        serve_module.main([*arguments, f"rollout.max_restarts={most}"])
+    assert engine.log_file.read_text().splitlines() == ["lost"] * (most + 1)
 
 
 def test_an_engine_ends_well_once_its_token_is_gone(
@@ -57,3 +57,16 @@ def test_an_engine_ends_well_once_its_token_is_gone(
     started = time.monotonic()
     assert serve_module.serve(engine, 0) == 0
     assert time.monotonic() - started < 20
+
+
+def test_a_server_that_was_up_for_long_has_its_restarts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token_file: Path
+) -> None:
+    monkeypatch.setattr(serve_module, "REFILL_SECONDS", 0.0)
+    engine = replace(options(tmp_path), address=Address("127.0.0.1", 9, token_file))
+    ended = tmp_path / "ended"
+    four_end = f"echo x >>{ended}; if [ $(wc -l <{ended}) -lt 5 ]; then exit 1; fi"
+    script = f"{four_end}; rm {token_file}; exec sleep 60"
+    monkeypatch.setattr(vllm_server, "server_command", lambda *_: ["sh", "-c", script])
+    assert serve_module.serve(engine, 1) == 0
+    assert len(ended.read_text().splitlines()) == 5
