@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_dapo.config.schema import SamplingConfig
 from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.rollout_metrics import response_metrics
 from megatron_dapo.rollout.selection import FilterCounts, NotEnoughGroups, right_histogram
@@ -88,16 +89,15 @@ def collected_metrics(collected: Collected, round_prompts: int) -> dict[str, flo
     return metrics | response_metrics(collected.generated)
 
 
-def shortage(
-    collected: Collected, target: int, rounds: int, max_seconds: float | None
-) -> NotEnoughGroups:
-    """The error that a step with too few groups ends in."""
+def shortage(collected: Collected, target: int, sampling: SamplingConfig) -> NotEnoughGroups:
+    """The error that a step with too few groups ends in, or the warning that it goes on with."""
     return NotEnoughGroups(
         target,
-        rounds,
+        sampling.max_rounds,
         collected.counts,
         right_histogram(collected.generated),
-        max_seconds if collected.timed_out else None,
+        sampling.max_seconds if collected.timed_out else None,
+        trains=sampling.when_short == "train",
     )
 
 

@@ -276,7 +276,7 @@ class GroupScheduler:
         target = self._rollout.prompts_per_step
         if len(collected.kept) == target:
             return
-        error = shortage(collected, target, self._sampling.max_rounds, self._sampling.max_seconds)
+        error = shortage(collected, target, self._sampling)
         if self._sampling.when_short == "stop" or not collected.kept:
             raise error
         logger.warning("step %d trains on what there is: %s", collected.step, error)

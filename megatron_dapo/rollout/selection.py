@@ -53,6 +53,7 @@ class NotEnoughGroups(RuntimeError):
         counts: where the groups went.
         histogram: groups by their number of right responses.
         seconds: sampling.max_seconds, where that was what ended the step.
+        trains: the step takes what there is (sampling.when_short=train), if there is anything.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class NotEnoughGroups(RuntimeError):
         counts: FilterCounts,
         histogram: Mapping[int, int] | None = None,
         seconds: float | None = None,
+        *,
+        trains: bool = False,
     ) -> None:
         bound = f"{rounds} rounds (sampling.max_rounds)"
         if seconds is not None:
@@ -71,7 +74,7 @@ class NotEnoughGroups(RuntimeError):
         none = "" if counts.kept else NOTHING_TO_TRAIN_ON
         super().__init__(
             f"only {counts.kept} of {target} groups of mixed accuracy after {bound}: {counts}."
-            f"{told} {none}{_cause_and_cure(counts, by_time=seconds is not None)}"
+            f"{told} {none}{_cause_and_cure(counts, by_time=seconds is not None, trains=trains)}"
         )
         self.counts = counts
 
@@ -128,13 +131,15 @@ def _verdict(group: Group) -> str:
     return "right" if graded[0] > 0 else "wrong"
 
 
-def _cause_and_cure(counts: FilterCounts, *, by_time: bool) -> str:
+def _cause_and_cure(counts: FilterCounts, *, by_time: bool, trains: bool) -> str:
     if counts.ungraded > max(counts.all_wrong, counts.all_right):
         return (
             "Responses were aborted or reward.plugin failed on them, as the messages above say; "
             "mend that first"
         )
-    accept = ", or take what there is with sampling.when_short=train" if counts.kept else ""
+    accept = ", or take what there is with sampling.when_short=train"
+    if trains or not counts.kept:
+        accept = ""
     if by_time and counts.all_wrong + counts.all_right <= counts.kept:
         return f"Generation is too slow for that limit; raise sampling.max_seconds{accept}"
     bound = "sampling.max_seconds" if by_time else "sampling.max_rounds"

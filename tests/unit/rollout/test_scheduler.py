@@ -85,10 +85,12 @@ def test_too_few_groups_stop_with_the_counts(percent: int, side: str) -> None:
     assert f"Groups by number of right responses: {right}: 24." in str(caught.value)
 
 
-def test_too_few_groups_may_be_trained_on() -> None:
+def test_too_few_groups_may_be_trained_on(caplog: pytest.LogCaptureFixture) -> None:
     sampling = SamplingConfig(max_rounds=1, when_short="train")
     step = collect([FakeEngine()], Source((0, 50)), sampling=sampling)
     assert 0 < len(step.groups) < 8
+    assert f"only {len(step.groups)} of 8 groups" in caplog.text
+    assert "when_short" not in caplog.text  # nobody is told to do what is done
 
 
 def test_not_one_group_is_never_trained_on() -> None:
