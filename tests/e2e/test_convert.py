@@ -107,7 +107,7 @@ def test_a_run_starts_from_converted_shards(
 ) -> None:
     """`model.path` holds other weights; a learning rate of almost nothing keeps the shards'."""
     start = Start(pipeline_run.start.folder)
-    still = ("training.steps=1", "optimizer.lr=1e-15", "optimizer.weight_decay=0")
+    still = ("training.steps=1", "optimizer.lr=1e-12", "optimizer.weight_decay=0")
     run = train(start, str(converted), *still, shared_engine.override)
     assert list(run.metrics) == [1]
     assert run.metrics[1]["training/rollout_probs_diff_mean"] <= 1e-6

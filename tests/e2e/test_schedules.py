@@ -189,7 +189,9 @@ def trains_soundly(run: Run) -> None:
         assert math.isfinite(metrics["actor/grad_norm"])
         assert metrics["actor/grad_norm"] > 0
         assert metrics["actor/skipped_steps"] == 0
-        assert metrics["rollout/tokens_per_trained_token"] > 0
+    # A step that finds all its groups sampled already, as the last one may, samples none itself.
+    sampled = [metrics["rollout/tokens_per_trained_token"] for metrics in run.metrics.values()]
+    assert sampled[0] >= 1 and min(sampled) >= 0
 
 
 def test_one_step_off_trains_on_whole_groups_of_the_version_before(one_step_off: Run) -> None:
