@@ -30,7 +30,16 @@ PATIENCE_SECONDS = 1200
 PROMPTS, GROUP = 4, 4
 SAMPLES = PROMPTS * GROUP
 HEARTBEAT = ("rollout.heartbeat_seconds=2", "rollout.heartbeat_timeout_seconds=30")
-SETTINGS = (*HEARTBEAT, "resharding.timeout_seconds=60", "training.steps=20")
+LONG = ("rollout.max_response_tokens=200", "training.tokens_per_micro_batch=256")
+FEW_AT_ONCE = ("rollout.max_concurrent_sequences=3",)
+"""With responses that end at different lengths: some are being decoded at any moment."""
+SETTINGS = (
+    *HEARTBEAT,
+    *LONG,
+    *FEW_AT_ONCE,
+    "resharding.timeout_seconds=60",
+    "training.steps=20",
+)
 PHASES = {
     "during the pause": ("before", "/start_weight_update", 1),
     "while weights are loaded": ("before", "/update_weights", 1),
@@ -41,6 +50,8 @@ PHASES = {
     "at the last response": ("after", GENERATE, SAMPLES - 1),
 }
 """When an engine dies: before or after the n-th exchange of a kind."""
+UNFINISHED = ("in the middle of decoding", "at the last response")
+"""Moments at which an engine is lost that still decodes."""
 MOMENTS = ["before the step", *PHASES, "twice in one step", "between steps"]
 
 
@@ -52,6 +63,8 @@ class Victims:
     number: signal.Signals
     left: list[tuple[str, str, int]] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
+    unanswered: int = 0
+    """Requests for a response that were under way when an engine was last lost in one."""
 
     def strike(self) -> None:
         assert self.trainer.rollouts is not None
@@ -63,6 +76,7 @@ class Victims:
         self.seen[f"{when} {path}"] += 1
         if self.left and self._due(*self.left[0], when, path):
             self.left.pop(0)
+            self.unanswered = self.seen[f"before {GENERATE}"] - self.seen[f"after {GENERATE}"]
             self.seen.clear()
             self.strike()
 
@@ -102,6 +116,7 @@ def lose_engines(
             restarts = sum(replica.restarts for replica in fleet._replicas)
             victims.left = [PHASES[moment]] if moment in PHASES else []
             victims.seen.clear()
+            victims.unanswered = 0
             if moment == "twice in one step":
                 victims.left = [("before", GENERATE, 2), ("before", GENERATE, 2)]
             if moment in ("before the step", "between steps"):
@@ -113,6 +128,7 @@ def lose_engines(
             check_samples(collected[-1], step - 1)
             if engines == 1 or moment in ("during the pause", "while weights are loaded"):
                 assert victims.left == [], moment
+            assert moment not in UNFINISHED or victims.unanswered > 0, moment
             wait_for_engines(trainer, restarts)
             for replica in fleet._replicas:
                 replica._budget.spent = 0

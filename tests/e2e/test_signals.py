@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ LONG_TRAINING = ("training.epochs=5000",)
 EXTRA = {"generation": LONG_GENERATION, "training": LONG_TRAINING}
 RESPONSES_PER_STEP = 16
 SLOW = pytest.mark.slow
+
+log = logging.getLogger(__name__)
 
 Starter = Callable[..., RunningTrain]
 
@@ -80,7 +83,10 @@ def phase_of(folder: Path) -> str:
 
 
 def exit_code(run: RunningTrain) -> int:
+    """Code of a run that was just signalled; its seconds are shown by `--log-cli-level=info`."""
+    told = time.monotonic()
     code = run.process.wait(LONGEST_EXIT_SECONDS)
+    log.info("exit %d after %.1f s", code, time.monotonic() - told)
     run.wait_until_gone()
     return code
 
@@ -142,7 +148,7 @@ STOPS = [
 """Phase, the rank that is signalled (None: the launcher), and the step that is saved at least."""
 EVERY_PHASE = (
     f"training.steps={STEPS}",
-    "training.epochs=10",
+    "training.epochs=5",
     "rollout.prompts_per_step=8",
     "rollout.max_response_tokens=32",
     "checkpoint.every=1",
