@@ -51,7 +51,7 @@ def main() -> int:
 
 def read_problems(path: Path) -> Iterator[tuple[str, str]]:
     """Question and whole-number answer of each line; other answers are left out."""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         row = json.loads(line)
         if {"input", "target"} <= row.keys():
             question, answer = row["input"], f"{row['target']:g}"
@@ -69,7 +69,7 @@ def read_problems(path: Path) -> Iterator[tuple[str, str]]:
 
 def write_rows(path: Path, rows: list[tuple[str, str]]) -> None:
     """Rows in the format of DAPO-Math-17k."""
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         for question, answer in rows:
             row = {
                 "data_source": "word_problems",

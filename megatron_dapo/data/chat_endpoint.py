@@ -88,7 +88,10 @@ class ChatEndpoint:
         headers = {}
         if api_key_variable is not None:
             if api_key_variable not in os.environ:
-                raise ValueError(f"environment variable {api_key_variable} is not set")
+                raise ValueError(
+                    f"environment variable {api_key_variable} is not set; export the server's key "
+                    "in it, or name no variable where the server wants no key"
+                )
             headers["Authorization"] = f"Bearer {os.environ[api_key_variable]}"
         self._endpoint = endpoint
         self._model = model

@@ -11,7 +11,7 @@ from megatron_dapo.config.schema import DataConfig
 from megatron_dapo.data.question_key import question_words
 from megatron_dapo.data.row_files import check_new_file, dapo_row, write_json, write_rows
 from megatron_dapo.data.rows import BadRow, Row, read_questions
-from megatron_dapo.data.selection import listed, select_rows
+from megatron_dapo.data.selection import listed, usable_rows
 
 NGRAM_WORDS = 8
 LEAST_SHARE = 0.5
@@ -111,10 +111,7 @@ def decontaminate_file(
     """
     if out is not None:
         check_new_file(out)
-    selection = select_rows(path, config)
-    if refusals := selection.refusals(config):
-        raise ValueError("\n".join(refusals))
-    rows = [item.row for item in selection.rows]
+    rows = [item.row for item in usable_rows(path, config).rows]
     overlaps = find_overlaps(rows, benchmarks, ngram_words=ngram_words, least_share=least_share)
     lines = {overlap.line for overlap in overlaps}
     clean = [row for row in rows if row.line not in lines]
@@ -150,8 +147,8 @@ def find_overlaps(
     """
     if ngram_words < 1 or not 0 < least_share <= 1:
         raise ValueError(
-            f"n-grams of {ngram_words} words and a share of {least_share}: the words must be 1 or "
-            "more, the share above 0 and at most 1"
+            f"ngram_words={ngram_words}, least_share={least_share}: ngram_words must be 1 or more, "
+            "least_share above 0 and at most 1"
         )
     words_of = [_words(row) for row in rows]
     stock = _stock_phrases([*words_of, *_benchmark_words(benchmarks)], ngram_words)

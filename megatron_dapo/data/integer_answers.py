@@ -27,7 +27,7 @@ from megatron_dapo.data.rewrite_check import RewriteError, check_rewrite
 from megatron_dapo.data.rewrite_prompt import correction, rewrite_messages
 from megatron_dapo.data.row_files import check_new_file, dapo_row, write_rows
 from megatron_dapo.data.rows import Row
-from megatron_dapo.data.selection import select_rows
+from megatron_dapo.data.selection import usable_rows
 
 logger = logging.getLogger(__name__)
 AUDIT_SUFFIX = ".audit.jsonl"
@@ -98,21 +98,11 @@ async def integer_answers(
         RuntimeError: the model is gone.
     """
     check_new_file(out)
-    selection = select_rows(path, config)
-    if refusals := selection.refusals(config):
-        raise ValueError("\n".join(refusals))
-    rows = [item.row for item in selection.rows]
-    done = _read_audit(audit_path(out))
-    outcomes: list[Outcome] = []
-    with audit_path(out).open("a", encoding="utf-8") as log:
-        todo = rewrite_rows(
-            rows, model, attempts=attempts, concurrency=concurrency, seed=seed, done=done
-        )
-        async for outcome in todo:
-            outcomes.append(outcome)
-            if outcome.digest not in done:
-                log.write(outcome.model_dump_json() + "\n")
-                log.flush()
+    rows = [item.row for item in usable_rows(path, config).rows]
+    audit = audit_path(out)
+    outcomes = await _logged(
+        rows, audit, model, attempts=attempts, concurrency=concurrency, seed=seed
+    )
     written = [
         dapo_row(
             row,
@@ -124,12 +114,35 @@ async def integer_answers(
         if outcome.status != "rejected"
     ]
     if not written:
-        raise ValueError(f"{path}: every row was rejected; {audit_path(out)} says why")
+        raise ValueError(f"{path}: every row was rejected; {audit} says why")
     write_rows(out, written)
     return Counter(
         f"{outcome.status}: {outcome.reason}" if outcome.reason else outcome.status
         for outcome in outcomes
     )
+
+
+async def _logged(
+    rows: Sequence[Row],
+    audit: Path,
+    model: ChatModel,
+    *,
+    attempts: int,
+    concurrency: int,
+    seed: int,
+) -> list[Outcome]:
+    """The outcome of every row, in order; those that the audit log has not go into it."""
+    done = _read_audit(audit)
+    outcomes: list[Outcome] = []
+    with audit.open("a", encoding="utf-8") as log:
+        async for outcome in rewrite_rows(
+            rows, model, attempts=attempts, concurrency=concurrency, seed=seed, done=done
+        ):
+            outcomes.append(outcome)
+            if outcome.digest not in done:
+                log.write(outcome.model_dump_json() + "\n")
+                log.flush()
+    return outcomes
 
 
 async def rewrite_rows(
@@ -229,12 +242,12 @@ def _read_audit(path: Path) -> dict[str, Outcome]:
     """Rows that an earlier call finished; a last line that was cut off is not one of them."""
     if not path.is_file():
         return {}
-    lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines = lines[:-1]
-        path.write_text("".join(lines), encoding="utf-8")
-    try:
-        outcomes = [Outcome.model_validate_json(line) for line in lines]
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        path.write_bytes(whole)
+    try:  # lines of bytes: text may hold separators of lines that are none here
+        outcomes = [Outcome.model_validate_json(line) for line in whole.splitlines()]
     except pydantic.ValidationError as error:
         raise ValueError(f"{path} is no audit log ({error}); move it away") from error
     if outcomes:

@@ -14,7 +14,7 @@ from megatron_dapo.data.row_files import (
     write_json,
     write_rows,
 )
-from megatron_dapo.data.selection import PromptReport, select_rows
+from megatron_dapo.data.selection import PromptReport, usable_rows
 
 if TYPE_CHECKING:
     from megatron_dapo.data.tokenizer import Tokenizer
@@ -60,9 +60,7 @@ def prepare_file(
         ValueError: a run with `config` would refuse the file, or `out` cannot be written.
     """
     check_new_file(out)
-    selection = select_rows(path, config, tokenizer)
-    if refusals := selection.refusals(config):
-        raise ValueError("\n".join(refusals))
+    selection = usable_rows(path, config, tokenizer)
     denied: set[int] = set()
     if contradictory == "drop":
         denied = {line for found in selection.report.contradictions for line in found.lines}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dapo.config.schema import DataConfig
-from megatron_dapo.data.selection import PromptReport, SelectedRow, select_rows
+from megatron_dapo.data.selection import PromptReport, SelectedRow, usable_rows
 from megatron_dapo.data.tokenizer import Tokenizer
 from megatron_dapo.types import Prompt
 
@@ -36,9 +36,7 @@ class PromptSet:
             ValueError: bad rows with `bad_rows=error`, over-long prompts with
                 `overlong_prompts=error`, or nothing left; the message names lines and reasons.
         """
-        selection = select_rows(path, config, tokenizer)
-        if refusals := selection.refusals(config):
-            raise ValueError(refusals[0])
+        selection = usable_rows(path, config, tokenizer)
         logger.info(selection.report.summary())
         return cls(_prompts(selection.rows), selection.report)
 

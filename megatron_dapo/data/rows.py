@@ -100,7 +100,9 @@ def read_questions(path: Path, *, prompt_column: str | None = None) -> Iterator[
 
 def _reader(path: Path) -> Callable[[Path], Iterator[tuple[int, object]]]:
     if not path.is_file():
-        raise ValueError(f"prompt file {path} does not exist")
+        raise ValueError(
+            f"prompt file {path} does not exist: give the path of a .parquet or .jsonl file"
+        )
     readers = {".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
     if path.suffix not in readers:
         raise ValueError(f"prompt file {path} must end in .jsonl or .parquet")

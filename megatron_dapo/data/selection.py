@@ -132,7 +132,7 @@ class Selection:
                 f"(lines {listed(report.overlong_lines)}). Raise the limit, or set "
                 "data.overlong_prompts=drop"
             )
-        if not self.rows:
+        if not self.rows and not found:
             found.append(f"no prompt is left; {report.summary()}")
         return tuple(found)
 
@@ -181,6 +181,18 @@ def select_rows(path: Path, config: DataConfig, tokenizer: Tokenizer | None = No
         ),
     )
     return Selection(tuple(kept), report)
+
+
+def usable_rows(path: Path, config: DataConfig, tokenizer: Tokenizer | None = None) -> Selection:
+    """As `select_rows`, of a file that a run with `config` would not refuse.
+
+    Raises:
+        ValueError: it would, and why.
+    """
+    selection = select_rows(path, config, tokenizer)
+    if refusals := selection.refusals(config):
+        raise ValueError("\n".join(refusals))
+    return selection
 
 
 def _tokenise(

@@ -163,6 +163,24 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert whole.read_text() == out.read_text()
 
 
+def test_an_audit_log_is_read_again_whatever_characters_its_replies_hold(tmp_path: Path) -> None:
+    thought = "a line\u2028a paragraph\u2029next\x85a\x0bä"
+
+    def script(messages: Sequence[Message]) -> str:
+        return good_reply(last_request(messages)).replace("A fraction.", thought)
+
+    path, out = write(tmp_path, *dice(7)), tmp_path / "out.jsonl"
+    assert run(path, out, ScriptedModel(script)) == {"rewritten": 1}
+    out.unlink()
+    log = audit_path(out).read_bytes()
+    cut_inside_a_letter = log[: log.index("ä".encode()) + 1]
+    audit_path(out).write_bytes(log + cut_inside_a_letter)
+    model = obedient()
+    assert run(path, out, model) == {"rewritten": 1}
+    assert not model.asked
+    assert audit_path(out).read_bytes() == log
+
+
 def test_rows_are_under_way_together_and_come_out_in_order(tmp_path: Path) -> None:
     path, out, model = write(tmp_path, *dice(7, 4, 9, 10)), tmp_path / "out.jsonl", obedient()
     run(path, out, model, concurrency=3)
