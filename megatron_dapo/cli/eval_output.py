@@ -60,7 +60,9 @@ LEGEND = (
 
 
 def _with_errors(estimate: Estimate) -> str:
-    text = f"{100 * estimate.value:.1f} ± {100 * estimate.problem_error:.1f}"
-    if estimate.sampling_error is None:
-        return text
-    return f"{text} (± {100 * estimate.sampling_error:.1f})"
+    text = f"{100 * estimate.value:.1f}"
+    if estimate.problem_error is not None:
+        text += f" ± {100 * estimate.problem_error:.1f}"
+    if estimate.sampling_error is not None:
+        text += f" (± {100 * estimate.sampling_error:.1f})"
+    return text

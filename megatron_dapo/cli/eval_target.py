@@ -9,19 +9,14 @@ from pathlib import Path
 
 import yaml
 
-from megatron_dapo.checkpoint.commit import (
-    CHECKPOINTS,
-    MANIFEST_FILE,
-    newest_complete,
-    step_of,
-)
+from megatron_dapo.checkpoint.commit import CHECKPOINTS, step_of
+from megatron_dapo.checkpoint.completion import EXPORTED, HF_FOLDER
 from megatron_dapo.cli.export import find_checkpoint
 from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.model_shape import read_hf_config
 from megatron_dapo.config.wrong_target import RESOLVED_FILE, instead, is_run, what_is
+from megatron_dapo.observability.run_files import read_run_record
 
-HF_FOLDER = "hf"
-"""What a run exports at its end."""
 OUT_FOLDER = "eval"
 """In the run directory; for a folder of no run in the current directory."""
 
@@ -75,9 +70,9 @@ def find_target(
     _refuse_config(config_file, path)
     run_dir, checkpoint = find_checkpoint(path, "TARGET")
     config = load_config(run_dir / RESOLVED_FILE, overrides)
-    exported = run_dir / HF_FOLDER
-    current = path == run_dir and _is_export_of(exported, checkpoint)
-    target = Target(config, exported if current else None, checkpoint, step_of(checkpoint))
+    step, exported = step_of(checkpoint), run_dir / HF_FOLDER
+    current = path == run_dir and _exported_step(exported) == step
+    target = Target(config, exported if current else None, checkpoint, step)
     return _writing_to(target, out or run_dir / OUT_FOLDER / checkpoint.name)
 
 
@@ -126,14 +121,8 @@ def _refuse_config(config_file: Path | None, path: Path) -> None:
         )
 
 
-def _is_export_of(folder: Path, checkpoint: Path) -> bool:
-    """True where a run has exported after its newest checkpoint."""
-    config = folder / "config.json"
-    manifest = checkpoint / MANIFEST_FILE
-    return config.is_file() and config.stat().st_mtime >= manifest.stat().st_mtime
-
-
 def _exported_step(folder: Path) -> int:
-    """Step of the run's newest checkpoint, if `folder` was exported after it; else 0."""
-    newest = newest_complete(folder.parent / CHECKPOINTS)
-    return step_of(newest) if newest is not None and _is_export_of(folder, newest) else 0
+    """Step whose weights a run has exported into `folder`; 0 where it has exported none there."""
+    if folder.name != HF_FOLDER or not (folder / "config.json").is_file():
+        return 0
+    return int(read_run_record(folder.parent).get(EXPORTED, "0"))

@@ -25,11 +25,13 @@ class Estimate:
     value: float
     problems: int
     samples: int
-    problem_error: float
-    """Standard error for "other problems like these": spread between problems / sqrt(problems)."""
+    problem_error: float | None
+    """Standard error for "other problems like these": spread between problems / sqrt(problems).
+    None with one problem, which has no spread."""
     sampling_error: float | None = None
-    """Standard error for "the same problems sampled again": sqrt(sum of p(1-p)/k) / problems.
-    None where a problem has one sample only, which says nothing of its spread."""
+    """Standard error for "the same problems sampled again": sqrt(sum of p(1-p)/k) / problems, with
+    the observed share p. Of `avg_at_k` alone; None where a problem has one sample only, which says
+    nothing of its spread."""
 
 
 def avg_at_k(problem_ids: Sequence[str], scores: Sequence[float], k: int | None = None) -> Estimate:
@@ -151,11 +153,11 @@ def _estimate(
 ) -> Estimate:
     problems = len(scores)
     mean = math.fsum(scores) / problems
-    spread = math.fsum((score - mean) ** 2 for score in scores) / max(problems - 1, 1)
+    spread = math.fsum((score - mean) ** 2 for score in scores)
     return Estimate(
         value=mean,
         problems=problems,
         samples=sum(len(group) for group in groups),
-        problem_error=math.sqrt(spread / problems),
+        problem_error=math.sqrt(spread / (problems - 1) / problems) if problems > 1 else None,
         sampling_error=sampling_error,
     )

@@ -22,10 +22,9 @@ def evaluation_metrics(reports: Mapping[str, SetReport]) -> dict[str, float]:
 
 def _of_one_set(name: str, report: SetReport) -> dict[str, float]:
     core, aux, k = f"val-core/{name}/acc", f"val-aux/{name}", report.k
-    metrics = {
-        f"{core}/mean@{k}": report.avg.value,
-        f"{core}/mean@{k}/standard_error": report.avg.problem_error,
-    }
+    metrics = {f"{core}/mean@{k}": report.avg.value}
+    if report.avg.problem_error is not None:
+        metrics[f"{core}/mean@{k}/standard_error"] = report.avg.problem_error
     if report.avg.sampling_error is not None:
         metrics[f"{core}/mean@{k}/sampling_error"] = report.avg.sampling_error
     for chosen, estimate in report.passed.items():

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from megatron_dapo.observability.run_files import read_lines
 from megatron_dapo.observability.samples import sample_row
 from megatron_dapo.types import Group
 
@@ -50,11 +49,6 @@ def write_report(path: Path, content: Mapping[str, object]) -> None:
         file.write("\n")
 
     _whole(path, write)
-
-
-def read_evaluation_samples(path: Path) -> list[dict[str, object]]:
-    """What `write_samples` wrote."""
-    return read_lines(path)
 
 
 def _rows(step: int, sets: Sets) -> Iterator[dict[str, object]]:

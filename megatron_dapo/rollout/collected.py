@@ -24,14 +24,15 @@ class Tally:
     put_back: int = 0
     """Prompts that come again, since they lie behind the last group that is trained on."""
     discarded_valid: int = 0
-    """Of those the ones whose group was complete and usable already."""
+    """Usable groups that are dropped: behind the last one that is trained on, or, where the time
+    was over, beyond the target."""
     discarded_stale: int = 0
     """Usable groups that became older than rollout.max_staleness."""
     discarded_unfinished: int = 0
     """Groups that were ended for good before they were complete, and whose prompt is not put back:
     sampling.max_seconds was over."""
     discarded_unfinished_tokens: int = 0
-    """Tokens of responses that were ended for good before they were complete."""
+    """Tokens of groups that were ended for good before they were complete."""
     continued: int = 0
     """Responses that went on where an earlier interruption had left them."""
     tokens: int = 0

@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dapo.observability.evaluation_files import evaluation_file, read_evaluation_samples
+from megatron_dapo.observability.evaluation_files import evaluation_file
+from megatron_dapo.observability.run_files import read_lines
 from tests.e2e.conftest import TrainingRuns
 from tests.e2e.processes import MARK, RunningTrain
 from tests.e2e.rewards import GRADED_FILE
@@ -65,8 +66,8 @@ def test_a_checkpoint_has_the_accuracy_that_its_run_logged(run: Run, evaluated: 
 
 
 def test_the_same_seeds_give_the_same_responses(run: Run, evaluated: Path) -> None:
-    inside = read_evaluation_samples(evaluation_file(run.folder, STEP, ".jsonl"))
-    alone = read_evaluation_samples(evaluated / "samples.jsonl")
+    inside = read_lines(evaluation_file(run.folder, STEP, ".jsonl"))
+    alone = read_lines(evaluated / "samples.jsonl")
     places = [(row["set"], row["prompt_id"], row["sample_index"], row["seed"]) for row in alone]
     assert places == [
         (row["set"], row["prompt_id"], row["sample_index"], row["seed"]) for row in inside
@@ -79,11 +80,11 @@ def test_the_same_seeds_give_the_same_responses(run: Run, evaluated: Path) -> No
 def test_counts_are_those_of_the_responses(run: Run, evaluated: Path) -> None:
     for samples, result in (
         (
-            read_evaluation_samples(evaluated / "samples.jsonl"),
+            read_lines(evaluated / "samples.jsonl"),
             json.loads((evaluated / "report.json").read_text())["sets"][NAME]["result"],
         ),
         (
-            read_evaluation_samples(evaluation_file(run.folder, STEP, ".jsonl")),
+            read_lines(evaluation_file(run.folder, STEP, ".jsonl")),
             json.loads(evaluation_file(run.folder, STEP, ".json").read_text())[NAME],
         ),
     ):

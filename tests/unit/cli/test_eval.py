@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 import pytest
 
 from megatron_dapo.checkpoint.commit import commit, unfinished_folder
+from megatron_dapo.checkpoint.completion import EXPORTED
 from megatron_dapo.checkpoint.durable_files import FileRecord
 from megatron_dapo.cli import eval as command
 from megatron_dapo.cli.eval_target import find_target
 from megatron_dapo.cli.main import main
 from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.load import save_resolved
-from megatron_dapo.observability.evaluation_files import read_evaluation_samples
+from megatron_dapo.observability.run_files import read_lines, write_run_record
 from megatron_dapo.rollout.engine import EngineUnavailable
 from megatron_dapo.rollout.vllm_server import EngineStartError
 from tests.unit.config.runs import DENSE, write_run
@@ -99,7 +100,7 @@ def test_a_configuration_evaluates_its_model(
     assert evaluate(file, *sets(tmp_path)) == 0
     out = tmp_path / "run" / "eval" / "start"
     report = json.loads((out / "report.json").read_text())
-    rows = read_evaluation_samples(out / "samples.jsonl")
+    rows = read_lines(out / "samples.jsonl")
     assert report["weights"] == str(tmp_path / "model")
     assert list(report["sets"]) == ["sums", "gsm8k"]
     for name, found in report["sets"].items():
@@ -216,15 +217,16 @@ def run_dir(tmp_path: Path, file: Path) -> Path:
     return config.run_dir
 
 
-def export_to(folder: Path, *, seconds_later: float) -> None:
+def export_to(folder: Path, *, step: int) -> None:
+    """What a run leaves whose last step was this."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(DENSE | {"eos_token_id": 2}))
-    saved = (folder.parent / "checkpoints" / "step_00000020" / "manifest.json").stat().st_mtime
-    os.utime(folder / "config.json", (saved + seconds_later, saved + seconds_later))
+    write_run_record(folder.parent, {EXPORTED: str(step)})
 
 
 def test_a_run_is_its_export_when_that_is_of_the_newest_step(run_dir: Path) -> None:
-    export_to(run_dir / "hf", seconds_later=1)
+    export_to(run_dir / "hf", step=20)
+    os.utime(run_dir / "hf" / "config.json", (0, 0))  # a copy has other times
     for path in (run_dir, run_dir / "hf"):
         target = find_target(path, [], config_file=None, out=None)
         assert (target.folder, target.step) == (run_dir / "hf", 20)
@@ -232,11 +234,13 @@ def test_a_run_is_its_export_when_that_is_of_the_newest_step(run_dir: Path) -> N
 
 
 def test_an_older_export_is_not_taken_for_the_newest_step(run_dir: Path) -> None:
-    export_to(run_dir / "hf", seconds_later=-60)
+    export_to(run_dir / "hf", step=10)
     target = find_target(run_dir, [], config_file=None, out=None)
     assert (target.folder, target.checkpoint) == (None, run_dir / "checkpoints" / "step_00000020")
     assert target.source == target.checkpoint
-    assert find_target(run_dir / "hf", [], config_file=None, out=None).step == 0
+    assert find_target(run_dir / "hf", [], config_file=None, out=None).step == 10
+    (run_dir / "hf").rename(run_dir / "other")
+    assert find_target(run_dir / "other", [], config_file=None, out=None).step == 0
 
 
 def test_a_step_is_evaluated_by_its_name(run_dir: Path) -> None:

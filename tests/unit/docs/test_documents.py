@@ -36,7 +36,7 @@ def test_every_metric_of_policy_and_critic_is_in_the_glossary() -> None:
 
 
 def test_every_metric_of_an_evaluation_is_in_the_glossary() -> None:
-    report = report_set([graded_group(0, *["Answer: 7"] * 4)])
+    report = report_set([graded_group(problem, *["Answer: 7"] * 4) for problem in range(2)])
     logged = {re.sub(r"@\d+", "@k", name) for name in evaluation_metrics({"<set>": report})}
     assert logged == {name for name in glossary_names() if name.startswith("val-")}
 

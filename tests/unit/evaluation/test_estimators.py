@@ -69,6 +69,10 @@ def test_problem_error_is_the_standard_error_of_the_mean(problems: list[list[int
     assert avg_at_k(*flat(problems)).problem_error == pytest.approx(expected)
 
 
+def test_one_problem_says_nothing_of_the_spread_between_problems() -> None:
+    assert avg_at_k(["a", "a"], [1, 0]).problem_error is None
+
+
 def test_one_sample_a_problem_says_nothing_of_the_sampling_error() -> None:
     assert avg_at_k(["a", "b"], [1, 0]).sampling_error is None
     assert avg_at_k(["a", "a", "b"], [1, 0, 1]).sampling_error is None

@@ -10,10 +10,10 @@ import pytest
 
 from megatron_dapo.observability.evaluation_files import (
     evaluation_file,
-    read_evaluation_samples,
     write_report,
     write_samples,
 )
+from megatron_dapo.observability.run_files import read_lines
 from megatron_dapo.observability.samples import sample_row
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.types import Group, Prompt, Response, Reward
@@ -36,7 +36,7 @@ SETS = {"aime": [group(0, 1.0, 0.0), group(1, None, 1.0)], "sums": [group(0, 1.0
 def test_every_response_is_a_line_with_its_set_and_seed(tmp_path: Path) -> None:
     file = tmp_path / "new" / "samples.jsonl"
     write_samples(file, 5, SETS)
-    rows = read_evaluation_samples(file)
+    rows = read_lines(file)
     assert [(r["set"], r["prompt_id"], r["sample_index"], r["accuracy"]) for r in rows] == [
         ("aime", "p0", 0, 1.0),
         ("aime", "p0", 1, 0.0),
