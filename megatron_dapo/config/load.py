@@ -98,12 +98,13 @@ def _read(file: Path) -> dict[str, object]:
         ) from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{file} holds a {type(tree).__name__}; it must hold `key: value` lines")
+    if not tree:
+        raise ConfigError(
+            f"{file} is empty: a configuration has `key: value` lines, at least run_dir, "
+            "model.path and data.train. Start from one of examples/"
+        )
     named = {str(key): value for key, value in tree.items()}
-    if (
-        named
-        and file.suffix not in YAML_NAMES
-        and not named.keys() & {"base", *RunConfig.model_fields}
-    ):
+    if file.suffix not in YAML_NAMES and not named.keys() & {"base", *RunConfig.model_fields}:
         raise ConfigError(f"{file} is no configuration of a run; give its YAML file")
     return named
 

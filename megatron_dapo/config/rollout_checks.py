@@ -50,8 +50,8 @@ def _mode_problems(config: RunConfig) -> Iterator[str]:
         )
     if rollout.mode == "async" and sampling.surplus != "carry":
         yield (
-            f"sampling.surplus=drop: {mode} never stops sampling, so what one step does not take "
-            "is the next one's; it takes only carry. Set sampling.surplus=carry and "
+            f"sampling.surplus=drop: {mode} samples on from step to step, so what one step does "
+            "not take is the next one's; it takes only carry. Set sampling.surplus=carry and "
             "sampling.unfinished=continue (or finish: a checkpoint then waits for all responses)."
         )
     shares = rollout.placement == "colocated" and config.device != "cpu" and not rollout.endpoints

@@ -201,8 +201,8 @@ class RolloutConfig(Section):
     """Which log-probs the engine returns: of the sampling distribution, or of the raw logits."""
     mode: Literal["sync", "one_step_off", "async"] = "sync"
     """How far sampling runs ahead of training. sync: not at all. one_step_off: the next step is
-    sampled while this one is trained on. async: sampling never stops. Both need loss.mismatch and,
-    on GPU, engines with their own devices."""
+    sampled while this one is trained on. async: sampling goes on through training and updates.
+    Both need loss.mismatch and, on GPU, engines with their own devices."""
     max_staleness: PositiveInt = 1
     """Most versions that the oldest token of a trained response may be behind the weights that
     train on it; with mode=async or sampling.surplus=carry."""
@@ -247,7 +247,8 @@ class RolloutConfig(Section):
     Must be longer than one step of the model over its longest prompts."""
     max_restarts: int = Field(default=3, ge=0, le=10_000)
     """Times that an engine may be restarted (one of `endpoints`: waited for) after it was lost,
-    after 1, 2, 4 ... s, before the run stops. Ten steps without a loss allow all of them again."""
+    after 1, 2, 4 ... s, before the run stops. Ten steps without a loss allow all of them again; on
+    machines of their own (`engine_nodes`), an hour without one."""
 
 
 class ReshardingConfig(Section):
@@ -310,7 +311,7 @@ class SamplingConfig(Section):
     unfinished: Literal["abort", "finish", "continue"] = "abort"
     """Responses that still run when the step has its groups. abort (with drop): those prompts come
     again. finish (with carry): they are waited for. continue (with carry): they stop, and go on in
-    the next step where they were, with its weights; nothing is lost and engines never idle."""
+    the next step where they were, with its weights."""
 
 
 class LoggingConfig(Section):

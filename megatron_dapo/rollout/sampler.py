@@ -32,7 +32,6 @@ class SamplingPlan:
     top_k: int = -1
     max_tokens: int
     stop_token_ids: tuple[int, ...]
-    group_size: int
     seed: int
     step: int
 

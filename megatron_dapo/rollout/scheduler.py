@@ -43,7 +43,7 @@ class GroupScheduler:
 
     With `rollout.mode=sync` sampling happens inside `collect`. `one_step_off` samples the next
     step, whole and from the weights of that moment, while this one is trained on: `drain` comes
-    before the weights change. `async` never stops sampling.
+    before the weights change. `async` samples on, through training and updates.
 
     Args:
         generate: samples one response on some engine; EngineUnavailable once none is left.
@@ -288,7 +288,6 @@ class GroupScheduler:
             top_k=self._rollout.top_k,
             max_tokens=self._rollout.max_response_tokens,
             stop_token_ids=self._stop_token_ids,
-            group_size=self._rollout.group_size,
             seed=self._seed,
             step=draft.step,
         )
