@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron_dapo.engine_weights import EngineWeights
 from megatron_dapo.rollout.engine import EngineError
 from megatron_dapo.rollout.event_loop import Interrupted
 from megatron_dapo.rollout.probe import Probe
 from tests.unit.config.runs import make_config
+from tests.unit.conftest import Alone
 
 BOTH = {0: False, 1: False}
 PROBE = Probe(0, (3, 4), (5,), (-0.5,), 3)
-
-
-@dataclass
-class Alone:
-    control_group: dist.ProcessGroup
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Alone]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.group.WORLD is not None
-    yield Alone(dist.group.WORLD)
-    dist.destroy_process_group()
 
 
 @dataclass

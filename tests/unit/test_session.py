@@ -7,12 +7,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch.distributed as dist
 from pydantic import JsonValue
 
 from megatron_dapo import device, session
@@ -22,6 +20,7 @@ from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.rollout import inputs
 from megatron_dapo.rollout.driver import RolloutDriver
 from tests.unit.config.runs import DENSE, write_run
+from tests.unit.conftest import Alone
 from tests.unit.data.word_tokenizer import WordTokenizer
 from tests.unit.rollout.simulated import CONTINUE, Run, World, simulate
 
@@ -33,18 +32,6 @@ SCHEDULE = (
     "sampling.surplus=carry",
     "sampling.unfinished=continue",
 )
-
-
-@dataclass
-class Alone:
-    control_group: dist.ProcessGroup
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Alone]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Alone(dist.group.WORLD)
-    dist.destroy_process_group()
 
 
 @pytest.fixture

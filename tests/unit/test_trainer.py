@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from pydantic import JsonValue
 
 from megatron_dapo.checkpoint.state import Restored
@@ -21,6 +20,7 @@ from megatron_dapo.rollout.event_loop import Interrupted
 from megatron_dapo.trainer import Trainer, steps_to_run
 from megatron_dapo.types import Group, Prompt, Response, Reward
 from tests.unit.config.runs import make_config
+from tests.unit.conftest import Alone
 from tests.unit.handed import Case, handed_cases
 
 STEPS = 4
@@ -97,20 +97,6 @@ class InBackground:
         assert wait, "a run that says it has saved must have"
         self.saved_step = max([self.saved_step, *self.under_way])
         self.under_way.clear()
-
-
-@dataclass
-class Alone:
-    """What the agreement to stop reads of a ParallelContext: one rank's group."""
-
-    control_group: dist.ProcessGroup
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Alone]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Alone(dist.group.WORLD)
-    dist.destroy_process_group()
 
 
 def diary(

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron_dapo.checkpoint import keeper as keeper_module
 from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.checkpoint.save import CheckpointError, StagedSave
 from megatron_dapo.config.checkpoint import CheckpointConfig
-
-
-@dataclass
-class Alone:
-    control_group: dist.ProcessGroup
-    rank: int = 0
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Alone]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Alone(dist.group.WORLD)
-    dist.destroy_process_group()
+from tests.unit.conftest import Alone
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from megatron_dapo.parallel.stop import SIGNALS, SignalsHeld, StopRequest
 from tests.conftest import REPOSITORY
+from tests.unit.conftest import Alone
 
 PATIENCE_SECONDS = 60.0
 HEAD = """
@@ -148,14 +148,8 @@ def test_a_request_that_came_just_before_the_start_interrupts_at_once() -> None:
     assert interrupted.is_set()
 
 
-def test_ranks_agree_on_what_one_was_asked() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        stop = StopRequest()
-        group = dist.group.WORLD
-        assert group is not None
-        assert not stop.agreed(group)
-        stop.set()
-        assert stop.agreed(group)
-    finally:
-        dist.destroy_process_group()
+def test_ranks_agree_on_what_one_was_asked(alone: Alone) -> None:
+    stop = StopRequest()
+    assert not stop.agreed(alone.control_group)
+    stop.set()
+    assert stop.agreed(alone.control_group)

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_dapo.batch.packing import pack_update
 from megatron_dapo.config import RunConfig
@@ -30,6 +27,7 @@ from megatron_dapo.rollout.probe import (
 )
 from megatron_dapo.types import MicroBatch
 from tests.unit.config.runs import make_config
+from tests.unit.conftest import Alone
 from tests.unit.rollout.fake_engine import FakeEngine
 
 if TYPE_CHECKING:
@@ -113,15 +111,9 @@ def test_rounding_decides_what_is_allowed(
     assert probe_tolerance(mine) == 0.25
 
 
-@pytest.fixture(scope="module")
-def parallel() -> Iterator[ParallelContext]:
-    """The part of a context that the verdict reads, of a single rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    alone = SimpleNamespace(
-        tp_rank=0, cp_rank=0, is_last_stage=True, control_group=dist.group.WORLD
-    )
-    yield cast("ParallelContext", alone)
-    dist.destroy_process_group()
+@pytest.fixture
+def parallel(alone: Alone) -> ParallelContext:
+    return cast("ParallelContext", alone)
 
 
 def scored(probes: list[Probe], *gaps: float) -> list[MicroBatch]:

@@ -174,19 +174,27 @@ def test_an_engine_that_does_not_end_what_was_aborted_is_lost_and_its_requests_g
     assert talk(server, call).lost
 
 
+async def in_an_update(
+    engine: VllmEngine, server: ScriptedServer
+) -> tuple[asyncio.Task[GenerationResult], asyncio.Task[None]]:
+    """A request that is being sampled, and an update that waits for its end."""
+    server.tokens, server.logprobs, server.seconds_per_token = TOKENS, LOGPROBS, 0.01
+    sampling = asyncio.ensure_future(engine.generate(REQUEST))
+    while server.sampled < 2:
+        await asyncio.sleep(0.001)
+    loading = asyncio.ensure_future(engine.load(INFO, PAYLOAD))
+    while not server.paused:
+        await asyncio.sleep(0.001)
+    return sampling, loading
+
+
 def test_an_interrupt_inside_an_update_may_take_as_long_as_that(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_engine, "ABORT_LIMIT_SECONDS", 0.1)
-    server.tokens, server.logprobs, server.seconds_per_token = TOKENS, LOGPROBS, 0.01
 
     async def call(engine: VllmEngine) -> GenerationResult:
-        task = asyncio.ensure_future(engine.generate(REQUEST))
-        while server.sampled < 2:
-            await asyncio.sleep(0.001)
-        loading = asyncio.ensure_future(engine.load(INFO, PAYLOAD))
-        while not server.paused:
-            await asyncio.sleep(0.001)
+        task, loading = await in_an_update(engine, server)
         server.hangs = {"/abort_requests"}
         interrupting = asyncio.ensure_future(engine.interrupt())
         await asyncio.sleep(0.3)
@@ -236,15 +244,8 @@ def test_an_interrupt_leaves_probes_alone(server: ScriptedServer) -> None:
 def test_an_interrupt_ends_the_wait_of_an_update_for_running_requests(
     server: ScriptedServer,
 ) -> None:
-    server.tokens, server.logprobs, server.seconds_per_token = TOKENS, LOGPROBS, 0.01
-
     async def call(engine: VllmEngine) -> GenerationResult:
-        task = asyncio.ensure_future(engine.generate(REQUEST))
-        while server.sampled < 2:
-            await asyncio.sleep(0.001)
-        loading = asyncio.ensure_future(engine.load(INFO, PAYLOAD))
-        while not server.paused:
-            await asyncio.sleep(0.001)
+        task, loading = await in_an_update(engine, server)
         await engine.interrupt()
         await loading
         assert server.paused
