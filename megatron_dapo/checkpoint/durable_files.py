@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict
+
+from megatron_dapo.observability.run_files import sync_directory
 
 
 class FileRecord(TypedDict):
@@ -93,30 +95,10 @@ def replace_durably(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def list_files(directory: Path) -> list[str]:
     """Names of all files below `directory`, sorted, with / between folders."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return sorted(path.relative_to(directory).as_posix() for path in files)
-
-
-def record_files(directory: Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Flush files that are there already, and record their sizes and digests."""
-    records: dict[str, FileRecord] = {}
-    for name in names:
-        with (directory / name).open("rb") as file:
-            os.fsync(file.fileno())
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            records[name] = FileRecord(bytes=file.tell(), sha256=digest)
-    return records
 
 
 def size_faults(directory: Path, records: Mapping[str, FileRecord]) -> Iterator[str]:

@@ -38,16 +38,22 @@ def append_line(path: Path, record: Mapping[str, object]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
-    """Records of a file of JSON lines, in order; half-written lines are left out with a warning."""
+    """Records of a file of JSON lines, in order; what is no record of a step is left out with a
+    warning: a half-written line, or what someone else wrote."""
     records: list[dict[str, object]] = []
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                records.append(json.loads(line))
+                record = json.loads(line)
             except ValueError:
                 logger.warning("%s: line %d is half written and left out", path, number)
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                records.append(record)
+            else:
+                logger.warning("%s: line %d has no step and is left out", path, number)
     return records
 
 
@@ -82,19 +88,42 @@ def read_samples(path: Path) -> list[dict[str, object]]:
 
 
 def read_run_record(run_dir: Path) -> dict[str, str]:
-    """What run.json remembers of earlier starts of this run, such as its W&B id."""
+    """What run.json remembers of earlier starts of this run, such as its W&B id.
+
+    One that cannot be read counts as empty: checkpoints hold what a run needs of it.
+    """
     path = run_dir / RUN_FILE
-    if not path.exists():
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return {}
-    record: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    return record
+    except ValueError as error:
+        logger.warning("%s is damaged and left out: %s", path, error)
+        return {}
+    if not isinstance(record, dict):
+        logger.warning("%s is damaged and left out: it holds %.40r", path, record)
+        return {}
+    return {str(key): str(value) for key, value in record.items()}
 
 
 def write_run_record(run_dir: Path, record: Mapping[str, str]) -> None:
-    """Replace run.json in one rename: a crash leaves the old one or the new one."""
+    """Replace run.json in one rename: a crash leaves the old or the new one, also the machine's."""
     draft = run_dir / f"{RUN_FILE}.new"
-    draft.write_text(json.dumps(dict(record), indent=1) + "\n", encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(dict(record), indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     draft.replace(run_dir / RUN_FILE)
+    sync_directory(run_dir)
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the names in a directory to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _finite(value: object) -> object:

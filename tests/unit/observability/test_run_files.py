@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,46 @@ def test_the_run_record_comes_back_and_is_replaced_whole(tmp_path: Path) -> None
     write_run_record(tmp_path, {"wandb_id": "two"})
     assert read_run_record(tmp_path) == {"wandb_id": "two"}
     assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_lines_that_are_no_record_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, {"step": 1, "loss": 1.0})
+    with path.open("ab") as file:
+        file.write(b'[]\n7\n{"loss": 2.0}\n{"step": "2", "loss": 2.0}\n\x00\x00\x00\n\xff\xfe\n')
+    append_line(path, {"step": 3, "loss": 3.0})
+    assert read_metrics(path) == {1: {"loss": 1.0}, 3: {"loss": 3.0}}
+    assert caplog.text.count("left out") == 6
+
+
+@pytest.mark.parametrize("content", ["", '{"wandb_id": "a', "[1, 2]", "\x00" * 40])
+def test_a_damaged_run_record_counts_as_empty(
+    tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "run.json").write_text(content)
+    assert read_run_record(tmp_path) == {}
+    assert "run.json is damaged" in caplog.text
+    write_run_record(tmp_path, {"wandb_id": "abc"})
+    assert read_run_record(tmp_path) == {"wandb_id": "abc"}
+
+
+def test_the_run_record_is_on_the_disk_before_it_takes_the_old_ones_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    flush, replace = os.fsync, Path.replace
+
+    def flushed(descriptor: int) -> None:
+        events.append("flush " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        flush(descriptor)
+
+    def replaced(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "replace", replaced)
+    write_run_record(tmp_path, {"wandb_id": "abc"})
+    assert events == ["flush run.json.new", "rename", f"flush {tmp_path.name}"]
