@@ -63,6 +63,7 @@ class Watchdog:
             self._tick = min(LONGEST_TICK_SECONDS, stall_seconds / TICKS_PER_LIMIT)
         self._count: Callable[[], int] = int
         self._step, self._phase, self._marks, self._ticks = 0, START, 0, 0
+        self._warned = False
         self._changed = threading.Event()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -104,15 +105,18 @@ class Watchdog:
         seen = _Seen(self._world_size)
         last = time.monotonic()
         while not self._ended.is_set():
-            self._write(self._note())
             now = time.monotonic()
             if now - last > SILENT_TICKS * self._tick + 1.0:
                 seen = _Seen(self._world_size)  # this machine slept or was suspended
             last = now
-            if compares and now - seen.look(self._read_all(), now) > self._limit:
-                self._report(seen.behind(now, SILENT_TICKS * self._tick))
-            if self._stall_file.exists():
-                self._end()
+            try:
+                self._write(self._note())
+                if compares and now - seen.look(self._read_all(), now) > self._limit:
+                    self._report(seen.behind(now, SILENT_TICKS * self._tick))
+                if self._stall_file.exists():
+                    self._end(json.loads(self._stall_file.read_text())["message"])
+            except OSError as error:  # a full disk; it may have room again
+                self._warn(error)
             self._changed.wait(self._tick)
             self._changed.clear()
 
@@ -146,18 +150,30 @@ class Watchdog:
             f"{note.phase} of step {note.step}: rank {rank} {state}. Stacks of the ranks are in "
             f"{self._stacks}"
         )
-        if not self._stall_file.exists():
+        if self._stall_file.exists():
+            return
+        try:
             _replace(self._stall_file, json.dumps({"message": message}))
+        except OSError:  # the others cannot be told, but end with this one
+            self._end(message)
 
-    def _end(self) -> None:
-        with (self._stacks / f"rank_{self._rank}.txt").open("w") as file:
-            file.write(f"{self._phase} of step {self._step}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-        message = json.loads(self._stall_file.read_text())["message"]
+    def _end(self, message: str) -> None:
+        try:
+            with (self._stacks / f"rank_{self._rank}.txt").open("w") as file:
+                file.write(f"{self._phase} of step {self._step}\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            logger.critical("%s; the stacks of rank %d follow", error, self._rank)
+            faulthandler.dump_traceback(all_threads=True)
         logger.critical("%s", message)
         time.sleep(2 * self._tick)  # the others write theirs: the first to end ends all
         os._exit(EXIT_STALLED)
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("notes of where this rank is cannot be exchanged: %s", error)
 
 
 class _Seen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,3 +154,57 @@ def test_a_silent_rank_is_named_before_one_that_is_behind(
         seen.look(notes, float(tick))
     rank, _, is_silent = seen.behind(7.0, 3.0)
     assert (rank, is_silent) == expected
+
+
+def test_notes_go_on_once_they_can_be_written_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = tmp_path / "progress"
+    watchdog = Watchdog(tmp_path, 0, 1, 0.5)
+    shutil.rmtree(progress)
+    watchdog.start()
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while "cannot be exchanged" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.02)
+    progress.mkdir()
+    watchdog.enter(7, "gen")
+    while not (progress / "rank_0.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    watchdog.close()
+    assert json.loads((progress / "rank_0.json").read_text())["step"] == 7
+    assert caplog.text.count("cannot be exchanged") == 1
+
+
+FULL_DISK = """
+import logging, sys, time
+from pathlib import Path
+from megatron_dapo.observability import watchdog
+logging.basicConfig(level=logging.INFO)
+replace = watchdog._replace
+def full_by_now(path, text):
+    if path.name == "stall.json":
+        raise OSError(28, "No space left on device")
+    replace(path, text)
+watchdog._replace = full_by_now
+watch = watchdog.Watchdog(Path(sys.argv[1]), 0, 1, 0.5)
+watch.start()
+watch.enter(3, "gen")
+(Path(sys.argv[1]) / "stacks").rmdir()
+def wait_in_a_collective():
+    time.sleep(600)
+wait_in_a_collective()
+"""
+
+
+def test_a_run_that_stands_still_ends_on_a_full_disk_too(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "in phase gen of step 3" in ended.stderr
+    assert "wait_in_a_collective" in ended.stderr
