@@ -142,10 +142,15 @@ class RunLock:
 
     def _create(self) -> bool:
         try:
-            with self._path.open("x") as file:
-                file.write(json.dumps(asdict(self._owner)))
+            file = self._path.open("x")
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(json.dumps(asdict(self._owner)))
+        except OSError:  # a file without an owner would hold up the next start
+            self._path.unlink(missing_ok=True)
+            raise
         return True
 
     def _bury(self) -> None:
@@ -201,10 +206,10 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
-            owner = _read(self._path)
-            if owner is None or owner.token != self._owner.token:
-                return  # `require_held` says it
             try:
+                owner = _read(self._path)
+                if owner is None or owner.token != self._owner.token:
+                    return  # `require_held` says it
                 os.utime(self._path)
             except OSError as error:
                 logger.warning("the heartbeat of %s fails: %s", self._run_dir, error)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dapo.checkpoint import run_lock
 from megatron_dapo.checkpoint.run_lock import OWNER_FILE, Owner, RunLock
 from megatron_dapo.config import ConfigError
 
@@ -145,3 +146,37 @@ def test_a_directory_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run_dir=.* cannot be written"):
         lock(tmp_path / "file" / "run").acquire()
+
+
+def test_a_file_system_that_falters_does_not_stop_the_heart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, read = [], run_lock._read
+
+    def faltering(path: Path) -> Owner | None:
+        if threading.current_thread().name == "run lock":
+            reads.append(path)
+            if len(reads) < 3:
+                raise OSError(116, "Stale file handle", str(path))
+        return read(path)
+
+    monkeypatch.setattr(run_lock, "_read", faltering)
+    with lock(tmp_path):
+        before = (tmp_path / OWNER_FILE).stat().st_mtime_ns
+        deadline = time.monotonic() + 30
+        while len(reads) < 4 and time.monotonic() < deadline:
+            time.sleep(BEAT / 4)
+        assert len(reads) >= 4
+        assert (tmp_path / OWNER_FILE).stat().st_mtime_ns > before
+
+
+def test_a_full_disk_leaves_no_file_without_an_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_lock.json, "dumps", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        lock(tmp_path).acquire()
+    assert list(tmp_path.iterdir()) == []
