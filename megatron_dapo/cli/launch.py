@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_PREEMPTED, ConfigError
-from megatron_dapo.config.load import resolved_yaml
+from megatron_dapo.config.load import exact_yaml
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.parallel.launch_env import RENDEZVOUS_VARIABLE
 from megatron_dapo.rollout.inputs import RolloutInputs
@@ -56,7 +56,7 @@ def launch_training(config: RunConfig) -> int:
     with (
         _nothing_left_when_refused(config.run_dir) as codes,
         _sole_run(config.run_dir, logs),
-        _unnamed_file("megatron_dapo_config", resolved_yaml(config)) as resolved,
+        _unnamed_file("megatron_dapo_config", exact_yaml(config)) as resolved,
     ):
         command = ["-m", "megatron_dapo.train", "--config", f"/proc/self/fd/{resolved}"]
         codes.append(launch_ranks(command, config.parallel.world_size, logs, [resolved]))

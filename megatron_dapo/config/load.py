@@ -63,15 +63,31 @@ def save_resolved(config: RunConfig, folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     resolved = folder / RESOLVED_FILE
-    resolved.write_text(resolved_yaml(config))
     versions = json.dumps(installed_versions(), indent=2) + "\n"
-    (folder / VERSIONS_FILE).write_text(versions)
+    _replace(resolved, resolved_yaml(config))
+    _replace(folder / VERSIONS_FILE, versions)
     return resolved
+
+
+def _replace(path: Path, text: str) -> None:
+    """In one rename: a kill or a full disk leaves the old file."""
+    draft = path.with_name(f".{path.name}.new")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def resolved_yaml(config: RunConfig) -> str:
     """Every key of `config` with its value, as YAML without secrets."""
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False)
+
+
+def exact_yaml(config: RunConfig) -> str:
+    """Every key of `config` with its very value, for processes of this run and no file: a path may
+    look like a secret."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def _sources(file: Path, base: object) -> list[str]:

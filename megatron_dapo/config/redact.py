@@ -10,7 +10,7 @@ _SECRET_NAME = re.compile(
     r"(^|[_.\-])(key|apikey|token|secret|password|passwd|credentials?|auth)$", re.IGNORECASE
 )
 _URL_PASSWORD = re.compile(r"(:/{1,2}[^/\s@:]+:|://)[^/\s@]+@")
-_KNOWN_TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_\-]{16,}|gh[pousr]_\w{16,})")
+_KNOWN_TOKENS = re.compile(r"\b(hf_[A-Za-z0-9]{30,}|sk-[A-Za-z0-9_\-]{32,}|gh[pousr]_\w{30,})")
 
 Plain = str | int | float | bool | None | Sequence["Plain"] | Mapping[str, "Plain"]
 

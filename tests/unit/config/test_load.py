@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.config import ConfigError, load_config
-from megatron_dapo.config.load import save_resolved
+from megatron_dapo.config.load import RESOLVED_FILE, exact_yaml, resolved_yaml, save_resolved
 from megatron_dapo.config.versions import SCHEMA_VERSION
 from tests.unit.config.runs import make_config, write_run
 
@@ -141,3 +141,40 @@ def test_a_switch_where_one_belongs_is_read(tmp_path: Path, override: str) -> No
     section, _, name = override.partition("=")[0].partition(".")
     config = load_config(write_run(tmp_path), [override])
     assert getattr(getattr(config, section), name) is override.endswith("true")
+
+
+def test_processes_of_the_run_get_paths_that_look_like_secrets_as_they_are(tmp_path: Path) -> None:
+    name = "sk-" + "a1" * 20
+    config = load_config(write_run(tmp_path), [f"run_dir={tmp_path / name}"])
+    assert name not in resolved_yaml(config)
+    handed_over = tmp_path / "handed_over.yaml"
+    handed_over.write_text(exact_yaml(config))
+    assert load_config(handed_over) == config
+
+
+@pytest.mark.parametrize(
+    "name", ["hf_Qwen25Math7BInstruct", "sk-learn-baseline-run", "ghp_of_may_2026_a"]
+)
+def test_a_folder_that_only_begins_like_a_token_is_told(tmp_path: Path, name: str) -> None:
+    config = make_config().model_copy(update={"run_dir": tmp_path / name})
+    save_resolved(config, tmp_path / name)
+    assert load_config(tmp_path / name / RESOLVED_FILE).run_dir == tmp_path / name
+
+
+def test_a_full_disk_leaves_the_configuration_that_was_saved_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config()
+    saved = save_resolved(config, tmp_path)
+    text = saved.read_text()
+
+    def full(path: Path, content: str) -> int:
+        path.touch()
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_resolved(config, tmp_path)
+    monkeypatch.undo()
+    assert saved.read_text() == text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [RESOLVED_FILE, "versions.json"]
