@@ -47,6 +47,12 @@ refuse() {
   exit "$EXIT_CONFIG"
 }
 
+[[ -f examples/qwen32b/rank.sh ]] ||
+  refuse "$PWD holds no examples/qwen32b/rank.sh: submit this script from the repository's root"
+for name in MAX_RESTARTS MAX_CRASHES; do
+  [[ ${!name:-1} =~ ^(0|[1-9][0-9]*)$ ]] || refuse "$name=${!name}: must be a whole number"
+done
+
 container=()
 if [[ -n ${IMAGE:-} ]]; then
   container=(

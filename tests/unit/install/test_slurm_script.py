@@ -93,6 +93,9 @@ def test_three_crashes_in_a_row_end_the_chain(cluster: Cluster) -> None:
         ({}, ("rollout.engine_nodes=1",), "rollout.remote_engines=false"),
         ({"UNSEEN_NODE": "1"}, (), "is shared with 1 of 2 nodes"),
         ({"VENV": "/nonexistent"}, (), "holds no Python"),
+        ({"SLURM_SUBMIT_DIR": "/"}, (), "submit this script from the repository's root"),
+        ({"MAX_RESTARTS": "many"}, (), "MAX_RESTARTS=many: must be a whole number"),
+        ({"MAX_CRASHES": "08"}, (), "MAX_CRASHES=08: must be a whole number"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_trainer_starts(
