@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_dapo.config.model_shape import ModelShape, read_hf_config
+from megatron_dapo.config.redact import names_a_secret, redact_text
 from megatron_dapo.config.resharding_checks import VLLM_BACKENDS
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.rollout.token_guard import TOKEN_FILE
@@ -42,7 +43,6 @@ _LAUNCHER_NAMES = frozenset(
         *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     ]
 )
-_SECRET_SUFFIXES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _NEVER_PASSED = frozenset({"VLLM_ALLOW_INSECURE_SERIALIZATION", "HOST_IP", "LD_PRELOAD"})
 
 
@@ -187,7 +187,8 @@ def server_environment(
         for name, value in inherited.items()
         if name not in _LAUNCHER_NAMES | _NEVER_PASSED
         and not name.startswith(_LAUNCHER_PREFIXES)
-        and not name.endswith(_SECRET_SUFFIXES)
+        and not names_a_secret(name)
+        and redact_text(value) == value
     }
     environment |= {
         "TMPDIR": str(scratch),

@@ -138,6 +138,9 @@ def test_the_environment_keeps_launcher_secrets_and_unsafe_switches_out() -> Non
         "SLURM_PROCID": "3",
         "WANDB_API_KEY": "canary",
         "HF_TOKEN": "canary",
+        "TOKEN": "canary",
+        "db_passwd": "canary",
+        "HTTPS_PROXY": "http://user:canary@proxy:3128",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
         "VLLM_HOST_IP": "10.0.0.1",
     }
