@@ -67,11 +67,15 @@ class SkippedUpdates:
         broken = result.skipped and not math.isfinite(result.grad_norm)
         self.in_a_row[model] = self.in_a_row[model] + 1 if broken else 0
         if self.in_a_row[model] >= self.stop_after:
+            try:
+                told = f"The last one of them is in {dump()}: `megatron-dapo replay` runs it again"
+                told += " and says what is not finite"
+            except (OSError, RuntimeError) as error:  # torch.save raises either on a full disk
+                told = f"The last one of them could not be written: {error}"
             raise RuntimeError(
                 f"{self.in_a_row[model]} updates of the {model} in a row had a gradient norm of "
                 f"{result.grad_norm} (training.stop_after_skipped={self.stop_after}); the weights "
-                "are those of the last finite update. The last one of them is in "
-                f"{dump()}: `megatron-dapo replay` runs it again and says what is not finite"
+                f"are those of the last finite update. {told}"
             )
 
 

@@ -42,3 +42,13 @@ def test_updates_without_a_token_to_train_do_not_count() -> None:
     skipped = SkippedUpdates(1)
     skipped.note("policy", UpdateResult(MetricBag(), 0.0, skipped=True))
     assert skipped.in_a_row["policy"] == 0
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("disk")])
+def test_a_dump_that_cannot_be_written_does_not_hide_why_the_run_ends(error: Exception) -> None:
+    def full() -> object:
+        raise error
+
+    skipped = SkippedUpdates(1)
+    with pytest.raises(RuntimeError, match=r"gradient norm of nan .*could not be written"):
+        skipped.note("policy", outcome(math.nan), full)
