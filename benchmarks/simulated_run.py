@@ -22,11 +22,10 @@ from benchmarks.simulated_engines import (
     simulated_prompts,
 )
 from megatron_dapo.rollout.dispatch import Dispatcher, gather_or_cancel
-from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
+from megatron_dapo.rollout.engine import Generate, GenerationRequest, GenerationResult
 from megatron_dapo.rollout.seeds import sample_seed
 from megatron_dapo.types import Group, Prompt, Response
 
-Generate = Callable[[GenerationRequest], Awaitable[GenerationResult]]
 TakePrompts = Callable[[int], list[Prompt]]
 
 

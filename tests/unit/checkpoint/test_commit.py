@@ -27,9 +27,10 @@ from megatron_dapo.checkpoint.commit import (
     unfinished_folder,
     verify_files,
 )
-from megatron_dapo.checkpoint.durable_files import list_files, record_files, replace_durably
+from megatron_dapo.checkpoint.durable_files import replace_durably
 from megatron_dapo.checkpoint.retention import remove_old
 from megatron_dapo.config.checkpoint import CheckpointConfig
+from tests.unit.checkpoint.records import recorded
 from tests.unit.handed import Case, handed_cases
 
 FILES = ("optimizer", "model/shard")
@@ -46,7 +47,7 @@ def save(folder: Path, step: int, *, fails: bool = False) -> None:
     write(folder, step)
     if not fails:
         unfinished = unfinished_folder(folder, step)
-        commit(folder, step, record_files(unfinished, list_files(unfinished)))
+        commit(folder, step, recorded(unfinished))
 
 
 def damage(checkpoint: Path, missing: str) -> None:
@@ -201,7 +202,7 @@ def test_a_step_that_made_way_comes_back_where_its_successor_is_bad(
         write(tmp_path, 7)
         (new / "optimizer").write_text("OPTIMIZER of 7")
         step_folder(tmp_path, 7).rename(tmp_path / ".step_00000007.old")
-        commit(tmp_path, 7, record_files(new, list_files(new)))
+        commit(tmp_path, 7, recorded(new))
         step_folder(tmp_path, 7).rename(new)
         save(tmp_path / "other", 7)
         (tmp_path / "other" / "step_00000007").rename(tmp_path / ".step_00000007.old")

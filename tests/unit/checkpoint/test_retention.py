@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.checkpoint.commit import commit, list_steps, unfinished_folder
-from megatron_dapo.checkpoint.durable_files import list_files, record_files
 from megatron_dapo.checkpoint.header import HEADER_FILE, Header, Score
 from megatron_dapo.checkpoint.retention import remove_old, score_of, steps_to_remove
 from megatron_dapo.config.checkpoint import CheckpointConfig
+from tests.unit.checkpoint.records import recorded
 
 STEPS = [5, 10, 15, 20, 25, 30]
 METRIC = "val-core/aime/acc/mean@32"
@@ -43,7 +43,7 @@ def save(folder: Path, step: int, score: Score | None) -> None:
     unfinished = unfinished_folder(folder, step)
     unfinished.mkdir(parents=True)
     (unfinished / HEADER_FILE).write_text(Header(step, {}, 1, score).text())
-    commit(folder, step, record_files(unfinished, list_files(unfinished)))
+    commit(folder, step, recorded(unfinished))
 
 
 def test_the_best_by_what_was_measured_when_it_was_saved_stays(tmp_path: Path) -> None:

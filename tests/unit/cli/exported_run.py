@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megatron_dapo.checkpoint.commit import TENSORS, commit
 from megatron_dapo.checkpoint.commit import unfinished_folder as unfinished
-from megatron_dapo.checkpoint.durable_files import list_files, record_files
 from megatron_dapo.config import load_config
 from megatron_dapo.config.load import save_resolved
 from megatron_dapo.resharding.cuts import fuse
 from megatron_dapo.resharding.name_map import family_for
+from tests.unit.checkpoint.records import recorded
 from tests.unit.config.runs import write_run
 
 STEP = 5
@@ -53,5 +53,5 @@ def write_exported_run(folder: Path, *, layers: int, dtype: torch.dtype) -> dict
     building = unfinished(checkpoints, STEP)
     building.mkdir(parents=True)
     dcp.save(state, checkpoint_id=building / TENSORS, no_dist=True)
-    commit(checkpoints, STEP, record_files(building, list_files(building)))
+    commit(checkpoints, STEP, recorded(building))
     return tensors
