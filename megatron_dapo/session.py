@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from pydantic import JsonValue
@@ -39,6 +39,7 @@ from megatron_dapo.policy.trained_model import SkippedUpdates
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.open_bridge import open_bridge
 from megatron_dapo.rollout.driver import RolloutDriver
+from megatron_dapo.rollout.server_options import Device
 from megatron_dapo.trainer import ROLLOUT, Trainer
 
 ValueT = TypeVar("ValueT")
@@ -216,8 +217,7 @@ def _open_rollouts(
     run: RunStart, stack: ExitStack
 ) -> tuple[RolloutDriver | None, dict[str, JsonValue]]:
     """Rollouts that have been started, and what their checkpoints say of the run; on rank 0."""
-    kind: Literal["cpu", "cuda"] = "cuda" if device.current().type == "cuda" else "cpu"
-
+    kind: Device = "cuda" if device.current().type == "cuda" else "cpu"
     opened: list[tuple[RolloutDriver, dict[str, JsonValue]]] = []
 
     def open_them() -> None:

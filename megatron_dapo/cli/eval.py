@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from megatron_dapo.cli.eval_output import LEGEND, progress, result_table
 from megatron_dapo.cli.eval_target import Target, find_target
@@ -27,12 +26,13 @@ from megatron_dapo.data.tokenizer import load_tokenizer, stop_token_ids
 from megatron_dapo.evaluation.set_report import SetReport, report_set, reports_json
 from megatron_dapo.observability.evaluation_files import Sets, write_report, write_samples
 from megatron_dapo.observability.logs import quiet_logs
-from megatron_dapo.reward.grader_pool import GraderPool, check_graders, needs_pool
+from megatron_dapo.reward.grader_pool import GraderPool, check_graders
 from megatron_dapo.reward.grader_process import GraderStartError
 from megatron_dapo.rollout.dispatch import Dispatcher
 from megatron_dapo.rollout.engine import EngineError
 from megatron_dapo.rollout.heldout import HeldoutSampling, HeldoutSet, read_heldout
 from megatron_dapo.rollout.loaded_engines import LoadedEngines
+from megatron_dapo.rollout.server_options import Device
 from megatron_dapo.rollout.vllm_server import EngineStartError
 
 REPORT_FILE = "report.json"
@@ -65,7 +65,7 @@ def eval_main(options: argparse.Namespace) -> int:
 
 
 def _evaluate(target: Target, config: RunConfig, names: str | None) -> int:
-    device: Literal["cpu", "cuda"] = "cuda" if config.device == "cuda" else "cpu"
+    device: Device = "cuda" if config.device == "cuda" else "cpu"
     started = time.monotonic()
     with _graders(config) as graders:
         sampling = _sampling(config, names, graders)
@@ -128,9 +128,7 @@ def _chosen(sets: Sequence[HeldoutSet], names: str | None) -> tuple[HeldoutSet, 
 @contextlib.contextmanager
 def _graders(config: RunConfig) -> Iterator[GraderPool | None]:
     """Workers for graders that need them, not started; none left afterwards."""
-    logs = config.run_dir / "logs"
-    needed = needs_pool(config.reward)
-    pool = GraderPool(config.reward, logs / "graders", logs / "graders.log") if needed else None
+    pool = GraderPool.of_run(config.reward, config.run_dir)
     try:
         yield pool
     finally:

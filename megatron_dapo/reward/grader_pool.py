@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Self
 
 from megatron_dapo.config.schema import RewardConfig
 from megatron_dapo.reward.grader_process import GraderProcess, GraderReply, GraderStartError
@@ -76,6 +77,12 @@ class GraderPool:
         self.first_failures: list[str] = []
         """What the first calls that came to nothing have said, one line each."""
         self._warned_of_network = False
+
+    @classmethod
+    def of_run(cls, config: RewardConfig, run_dir: Path) -> Self | None:
+        """Workers for graders that need them, not started; what they leave is in run_dir/logs."""
+        logs = run_dir / "logs"
+        return cls(config, logs / "graders", logs / "graders.log") if needs_pool(config) else None
 
     def start(self) -> None:
         """Start the workers; returns at once."""

@@ -15,7 +15,7 @@ from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.config.remarks import remark_on_prompts
 from megatron_dapo.data.prompts import PromptStream
 from megatron_dapo.reward.grade import grade_response
-from megatron_dapo.reward.grader_pool import GraderPool, needs_pool
+from megatron_dapo.reward.grader_pool import GraderPool
 from megatron_dapo.rollout.dispatch import Dispatcher
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
 from megatron_dapo.rollout.fleet import EngineFleet, of_the_living
@@ -23,11 +23,11 @@ from megatron_dapo.rollout.grading import ThreadedGrader
 from megatron_dapo.rollout.group_state import DraftStateError
 from megatron_dapo.rollout.heldout import HeldoutSampling
 from megatron_dapo.rollout.inputs import RolloutInputs
-from megatron_dapo.rollout.own_servers import Device
 from megatron_dapo.rollout.probe import Probe, probe_engine
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
 from megatron_dapo.rollout.scheduler_state import state_to_json, usable_state
+from megatron_dapo.rollout.server_options import Device
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.weight_update import Digests
 from megatron_dapo.types import Group
@@ -57,7 +57,7 @@ class RolloutDriver:
         self._prompts = PromptStream(inputs.train, config.seed)
         if remark := remark_on_prompts(config, len(inputs.train.prompts)):
             logger.warning(remark)
-        self._graders = _grader_pool(config)
+        self._graders = GraderPool.of_run(config.reward, config.run_dir)
         grade = partial(
             grade_response,
             config=config.reward,
@@ -342,11 +342,3 @@ class Counted:
     def __call__(self, token_ids: Sequence[int]) -> str:
         self.calls += 1
         return self._decode(token_ids)
-
-
-def _grader_pool(config: RunConfig) -> GraderPool | None:
-    """Workers for graders that need them, not started."""
-    logs = config.run_dir / "logs"
-    if not needs_pool(config.reward):
-        return None
-    return GraderPool(config.reward, logs / "graders", logs / "graders.log")

@@ -16,9 +16,10 @@ from megatron_dapo.config import RunConfig
 from megatron_dapo.rollout.dispatch import gather_or_cancel
 from megatron_dapo.rollout.engine import EngineUnavailable
 from megatron_dapo.rollout.event_loop import EventLoopThread
-from megatron_dapo.rollout.own_servers import Device, own_servers
+from megatron_dapo.rollout.own_servers import own_servers
 from megatron_dapo.rollout.remote_engines import wait_for_endpoints
 from megatron_dapo.rollout.replica import Replica
+from megatron_dapo.rollout.server_options import Device
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import VllmServer
 from megatron_dapo.rollout.weight_update import Digests

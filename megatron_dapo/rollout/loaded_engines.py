@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 from megatron_dapo.config import RunConfig
 from megatron_dapo.rollout.event_loop import EventLoopThread
-from megatron_dapo.rollout.server_options import ServerOptions, server_options
+from megatron_dapo.rollout.server_options import Device, ServerOptions, server_options
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import VllmServer
 
-Device = Literal["cpu", "cuda"]
 ResultT = TypeVar("ResultT")
 
 

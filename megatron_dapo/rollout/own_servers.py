@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from megatron_dapo.config import RunConfig
-from megatron_dapo.rollout.server_options import server_options
+from megatron_dapo.rollout.server_options import Device, server_options
 from megatron_dapo.rollout.vllm_server import VllmServer
-
-Device = Literal["cpu", "cuda"]
 
 
 def own_servers(config: RunConfig, device: Device) -> list[VllmServer]:

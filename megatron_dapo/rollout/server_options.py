@@ -15,6 +15,8 @@ from megatron_dapo.config.resharding_checks import VLLM_BACKENDS
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.rollout.token_guard import TOKEN_FILE
 
+Device = Literal["cpu", "cuda"]
+"""That an engine runs on."""
 SERVED_NAME = "policy"
 BACKEND = "megatron_dapo"
 """Weight-transfer backend, registered on the engine's side by our plug-in."""
@@ -63,7 +65,7 @@ class ServerOptions:
     index: int
     """Replica number, 0 .. engines - 1."""
     seed: int
-    device: Literal["cpu", "cuda"]
+    device: Device
     visible_devices: tuple[int, ...] = ()
     """Of this engine, counted among the CUDA devices that the parent sees; empty: all of those."""
     tensor: int
@@ -92,7 +94,7 @@ def server_options(
     config: RunConfig,
     index: int,
     *,
-    device: Literal["cpu", "cuda"],
+    device: Device,
     visible_devices: tuple[int, ...] = (),
     address: Address | None = None,
 ) -> ServerOptions:
