@@ -84,20 +84,24 @@ def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
     """File name -> size and SHA-256 of everything in a committed checkpoint.
 
     Raises:
-        ValueError: it is missing or not as it was written.
+        ValueError: it is missing, not as it was written, or of another step than its folder.
     """
     path = checkpoint / MANIFEST_FILE
     try:
         text = path.read_text()
         document = json.loads(text)
         files: dict[str, FileRecord] = document["files"]
-        unchanged = text == _manifest_text(document["step"], files)
+        step = document["step"]
+        unchanged = text == _manifest_text(step, files)
     except FileNotFoundError as error:
         raise ValueError(f"{MANIFEST_FILE} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST_FILE} cannot be read: {error}") from error
     if not unchanged:
         raise ValueError(f"{MANIFEST_FILE} differs from its own digest")
+    named = _STEP.fullmatch(checkpoint.name)
+    if named and int(named[1]) != step:
+        raise ValueError(f"it is the checkpoint of step {step} under another name")
     return files
 
 
@@ -215,7 +219,7 @@ def clear_leftovers(folder: Path) -> None:
             sync_directory(folder)
         else:
             logger.warning("%s is left of a process that died: removed", path)
-            shutil.rmtree(path)
+            _delete(path)
 
 
 def set_aside(checkpoint: Path, fault: str) -> Path:
@@ -238,4 +242,12 @@ def remove_checkpoint(checkpoint: Path) -> None:
     try:
         sync_directory(checkpoint.parent)
     finally:
-        shutil.rmtree(going)
+        _delete(going)
+
+
+def _delete(path: Path) -> None:
+    """A directory with all that is in it; a link without what it leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
+from megatron_dapo.checkpoint.commit import read_manifest
 from megatron_dapo.config import ConfigError
 
 FORMAT = 2
@@ -77,6 +78,7 @@ def read_state(checkpoint: Path, name: str) -> JsonValue:
 
 
 def read_states(checkpoint: Path) -> dict[str, JsonValue]:
-    """Every named state of a checkpoint."""
-    files = sorted((checkpoint / STATES).glob("*.json"))
-    return {path.stem: json.loads(path.read_text()) for path in files}
+    """Every named state of a checkpoint; other files in the folder are nobody's."""
+    names = (name for name in read_manifest(checkpoint) if name.startswith(f"{STATES}/"))
+    paths = [checkpoint / name for name in sorted(names)]
+    return {path.stem: json.loads(path.read_text()) for path in paths}

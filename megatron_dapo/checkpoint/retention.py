@@ -53,8 +53,13 @@ def remove_old(folder: Path, settings: CheckpointConfig) -> None:
     One that is incomplete neither counts nor is deleted. A failure is a warning: the new
     checkpoint stands.
     """
-    complete = [step for step in list_steps(folder) if not find_faults(step_folder(folder, step))]
-    for step in steps_to_remove(complete, settings, _scores(folder, complete, settings)):
+    try:
+        steps = [step for step in list_steps(folder) if not find_faults(step_folder(folder, step))]
+        going = steps_to_remove(steps, settings, _scores(folder, steps, settings))
+    except OSError as error:
+        logger.warning("old checkpoints stay: %s", error)
+        return
+    for step in going:
         try:
             remove_checkpoint(step_folder(folder, step))
         except (OSError, shutil.Error) as error:
@@ -64,9 +69,18 @@ def remove_old(folder: Path, settings: CheckpointConfig) -> None:
 def _scores(folder: Path, steps: Sequence[int], settings: CheckpointConfig) -> dict[int, float]:
     if settings.keep_best is None:
         return {}
-    found = {step: read_header(step_folder(folder, step)).score for step in steps}
+    found = {step: _saved_score(step_folder(folder, step)) for step in steps}
     return {
         step: score.value
         for step, score in found.items()
         if score is not None and score.metric == settings.keep_best
     }
+
+
+def _saved_score(checkpoint: Path) -> Score | None:
+    """None also where the header cannot be read: only sizes are compared before."""
+    try:
+        return read_header(checkpoint).score
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("checkpoint.keep_best: %s has no score: %s", checkpoint, error)
+        return None

@@ -28,6 +28,7 @@ from megatron_dapo.checkpoint.commit import (
     verify_files,
 )
 from megatron_dapo.checkpoint.durable_files import replace_durably
+from megatron_dapo.checkpoint.header import read_states, state_files
 from megatron_dapo.checkpoint.retention import remove_old
 from megatron_dapo.config.checkpoint import CheckpointConfig
 from tests.unit.checkpoint.records import recorded
@@ -245,3 +246,43 @@ def test_a_damaged_checkpoint_is_kept_under_a_name_that_nothing_resumes(
     assert "optimizer has 3 bytes" in caplog.text and names[1] in caplog.text
     clear_leftovers(tmp_path)
     assert len(list_corrupt(tmp_path)) == 2
+
+
+def test_checkpoints_that_are_links_are_removed_and_what_they_lead_to_stays(
+    tmp_path: Path,
+) -> None:
+    folder, disk = tmp_path / "checkpoints", tmp_path / "other disk"
+    folder.mkdir()
+    disk.mkdir()
+    for step in (1, 2):
+        save(folder, step)
+        step_folder(folder, step).rename(disk / f"moved {step}")
+        step_folder(folder, step).symlink_to(disk / f"moved {step}")
+    remove_checkpoint(step_folder(folder, 1))
+    step_folder(folder, 2).rename(folder / ".step_00000002.removed")
+    (folder / ".step_00000003.old").write_text("no folder at all")
+    save(folder, 3)
+    clear_leftovers(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [POINTER_FILE, "step_00000003"]
+    assert all(not find_damage(disk / f"moved {step}") for step in (1, 2))
+
+
+def test_a_checkpoint_under_another_steps_name_is_damaged(tmp_path: Path) -> None:
+    save(tmp_path, 10)
+    step_folder(tmp_path, 10).rename(step_folder(tmp_path, 12))
+    assert find_faults(step_folder(tmp_path, 12)) == [
+        "it is the checkpoint of step 10 under another name"
+    ]
+    save(tmp_path, 11)
+    assert newest_complete(tmp_path) == step_folder(tmp_path, 11)
+
+
+def test_states_are_those_that_were_saved(tmp_path: Path) -> None:
+    unfinished = unfinished_folder(tmp_path, 3)
+    (unfinished / "state").mkdir(parents=True)
+    for name, content in state_files({"prompts": {"position": 7}, "run": {}}).items():
+        (unfinished / name).write_bytes(content)
+    checkpoint = commit(tmp_path, 3, recorded(unfinished))
+    (checkpoint / "state" / "notes.json").write_text("not JSON at all")
+    assert not find_damage(checkpoint)
+    assert read_states(checkpoint) == {"prompts": {"position": 7}, "run": {}}

@@ -87,3 +87,29 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(
     remove_old(tmp_path, CheckpointConfig(keep=1))
     assert list_steps(tmp_path) == [10, 20]
     assert "an old checkpoint stays" in caplog.text
+
+
+def test_an_old_checkpoint_with_a_damaged_header_does_not_fail_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = CheckpointConfig(keep=1, keep_best=METRIC)
+    for step, value in {10: 0.2, 20: 0.5, 30: 0.1}.items():
+        save(tmp_path, step, Score(METRIC, value))
+    header = tmp_path / "step_00000010" / HEADER_FILE
+    header.write_bytes(b"\x00" * header.stat().st_size)
+    remove_old(tmp_path, settings)
+    assert list_steps(tmp_path) == [20, 30]
+    assert "has no score" in caplog.text
+
+
+def test_a_folder_that_cannot_be_listed_does_not_fail_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 10, None)
+
+    def broken(folder: Path) -> list[int]:
+        raise OSError(5, "Input/output error", str(folder))
+
+    monkeypatch.setattr("megatron_dapo.checkpoint.retention.list_steps", broken)
+    remove_old(tmp_path, CheckpointConfig(keep=1))
+    assert "old checkpoints stay" in caplog.text
