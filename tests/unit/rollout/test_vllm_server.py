@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -72,13 +72,33 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def scratch_of(server: VllmServer) -> Path:
-    return Path(server.endpoint.removeprefix("unix:")).parent
-
-
 def shared_memory_of(scratch: Path) -> Path:
     """The stand-in leaves the name of its shared memory behind."""
     return Path((scratch / "shared_memory").read_text())
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is ready, and what must go with it."""
+
+    server: VllmServer
+    session: int
+    scratch: Path
+    shared: Path
+
+    def check_nothing_is_left(self) -> None:
+        assert session_members(self.session) == []
+        assert not self.scratch.exists()
+        assert not self.shared.exists()
+
+
+def running(tmp_path: Path) -> Running:
+    server = VllmServer(options(tmp_path))
+    server.start()
+    server.wait_ready()
+    assert server.pid is not None
+    scratch = Path(server.endpoint.removeprefix("unix:")).parent
+    return Running(server, server.pid, scratch, shared_memory_of(scratch))
 
 
 @pytest.mark.parametrize("behaviour", ["polite", "stubborn"])
@@ -86,19 +106,12 @@ def test_stop_leaves_no_process_no_socket_and_no_shared_memory(
     tmp_path: Path, stand_in: Callable[[str], None], behaviour: str
 ) -> None:
     stand_in(behaviour)
-    server = VllmServer(options(tmp_path))
-    server.start()
-    server.wait_ready()
-    session, scratch = server.pid, scratch_of(server)
-    assert session is not None
-    shared = shared_memory_of(scratch)
-    assert len(session_members(session)) == 3  # guardian, server, its child
-    assert shared.exists()
-    server.stop()
-    assert session_members(session) == []
-    assert not scratch.exists()
-    assert not shared.exists()
-    server.stop()  # a second time does nothing
+    here = running(tmp_path)
+    assert len(session_members(here.session)) == 3  # guardian, server, its child
+    assert here.shared.exists()
+    here.server.stop()
+    here.check_nothing_is_left()
+    here.server.stop()  # a second time does nothing
 
 
 def test_a_server_that_ends_while_starting_is_reported_with_its_last_lines(
@@ -161,19 +174,13 @@ def test_a_crashed_server_takes_its_children_along(
     tmp_path: Path, stand_in: Callable[[str], None]
 ) -> None:
     stand_in("polite")
-    server = VllmServer(options(tmp_path))
-    server.start()
-    server.wait_ready()
-    session, scratch = server.pid, scratch_of(server)
-    assert session is not None
-    shared = shared_memory_of(scratch)
-    (crashed,) = psutil.Process(session).children()
+    here = running(tmp_path)
+    (crashed,) = psutil.Process(here.session).children()
     crashed.kill()
-    wait_for(lambda: not server.alive)
-    assert session_members(session) == []
-    assert not scratch.exists()
-    server.stop()
-    shared.unlink()  # Python's resource tracker does this for vLLM
+    wait_for(lambda: not here.server.alive)
+    here.shared.unlink()  # Python's resource tracker does this for vLLM
+    here.check_nothing_is_left()
+    here.server.stop()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -209,19 +216,12 @@ def test_a_killed_guardian_takes_the_server_along(
     tmp_path: Path, stand_in: Callable[[str], None]
 ) -> None:
     stand_in("polite")
-    server = VllmServer(options(tmp_path))
-    server.start()
-    server.wait_ready()
-    session, scratch = server.pid, scratch_of(server)
-    assert session is not None
-    shared = shared_memory_of(scratch)
-    (child,) = psutil.Process(session).children()
-    os.kill(session, signal.SIGKILL)
+    here = running(tmp_path)
+    (child,) = psutil.Process(here.session).children()
+    os.kill(here.session, signal.SIGKILL)
     wait_for(lambda: not child.is_running())
-    server.stop()
-    assert session_members(session) == []
-    assert not scratch.exists()
-    assert not shared.exists()
+    here.server.stop()
+    here.check_nothing_is_left()
 
 
 def test_a_second_start_is_refused(tmp_path: Path, stand_in: Callable[[str], None]) -> None:
@@ -233,3 +233,16 @@ def test_a_second_start_is_refused(tmp_path: Path, stand_in: Callable[[str], Non
             server.start()
     finally:
         server.stop()
+
+
+def test_the_end_of_a_log_is_told_of_one_that_is_long_or_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "MOST_LOG_BYTES", 100)
+    server = VllmServer(options(tmp_path))
+    log_file = server.options.log_file
+    assert server.log_tail() == f"({log_file} is not there any more)"
+    log_file.parent.mkdir()
+    log_file.write_text("first\n" + "x" * 200 + "\nlast\n")
+    assert server.log_tail().endswith("x\nlast")
+    assert "first" not in server.log_tail()
