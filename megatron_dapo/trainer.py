@@ -145,6 +145,8 @@ class Trainer:
             False when asked to stop before the first update: nothing of the step counts.
         """
         self.checkpoints.settle()
+        if self.rollouts is not None:
+            self.rollouts.forget_responses_before(self.checkpoints.saved_step)
         timer, bag = PhaseTimer(notify=partial(self.watchdog.enter, step)), MetricBag()
         with timer.phase("gen"):
             rollout = self._collect(step)
@@ -322,6 +324,8 @@ class Trainer:
             )
         if self.parallel.rank == 0:
             note_completion(self.config, self.checkpoints.saved_step)
+        if self.rollouts is not None:
+            self.rollouts.forget_responses_before(self.config.training.steps + 1)
         if self.sinks is not None:
             self.sinks.finish()
 

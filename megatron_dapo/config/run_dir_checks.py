@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-FOLDERS = ("checkpoints", "dumps", "logs")
+FOLDERS = ("checkpoints", "dumps", "logs", "rollouts")
 FILES = (
     "config.resolved.yaml",
     "metrics.jsonl",

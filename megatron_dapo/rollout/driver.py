@@ -24,6 +24,7 @@ from megatron_dapo.rollout.group_state import DraftStateError
 from megatron_dapo.rollout.heldout import HeldoutSampling
 from megatron_dapo.rollout.inputs import RolloutInputs
 from megatron_dapo.rollout.probe import Probe, probe_engine
+from megatron_dapo.rollout.response_store import FOLDER, ResponseStore
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
 from megatron_dapo.rollout.scheduler_state import state_to_json, usable_state
@@ -78,6 +79,9 @@ class RolloutDriver:
         self._fleet = EngineFleet(config, device)
         self._interrupted = threading.Event()
         self._dispatcher: Dispatcher | None = None
+        self._store = ResponseStore(config.run_dir / FOLDER, config.rollout.logprobs)
+        self._coming_version = 0
+        """Of the weights that are on their way into engines."""
         self._scheduler = GroupScheduler(
             self._generate,
             self._prompts,
@@ -190,6 +194,8 @@ class RolloutDriver:
             payload: description of this update, the same for all.
             policy_version: that the engines will serve.
         """
+        self._coming_version = policy_version
+        self._fleet.run(self._store.serve(policy_version, None))  # until it is proven
         self._fleet.start_update(infos, payload, policy_version)
 
     def abandon_update(self) -> list[int]:
@@ -228,6 +234,7 @@ class RolloutDriver:
                 that were to be updated is used any more and the run has to stop.
         """
         updated = self._fleet.finish_update(expected_digests)
+        self._fleet.run(self._store.serve(self._coming_version, expected_digests))
         return self._fleet.run(self._probe(updated))
 
     def let_requests_in(self) -> None:
@@ -279,6 +286,10 @@ class RolloutDriver:
         if "sampling" in state:
             self._scheduler.load_state_dict(cast(dict[str, JsonValue], state["sampling"]))
 
+    def forget_responses_before(self, policy_version: int) -> None:
+        """No run goes on from older weights any more: delete what they have sampled."""
+        self._store.forget_before(policy_version)
+
     @property
     def prompts_fingerprint(self) -> str:
         """Changes with any prompt or answer that is trained on, or with their order in the file."""
@@ -290,6 +301,7 @@ class RolloutDriver:
             self._fleet.close()
         finally:
             self._grader.close()
+            self._store.close()
             if self._graders is not None:
                 self._graders.close()
 
@@ -311,7 +323,7 @@ class RolloutDriver:
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
         assert self._dispatcher is not None, "wait_ready comes first"
-        return await self._dispatcher.generate(request)
+        return await self._store.sampled(request, self._dispatcher.generate)
 
     async def _interrupt(self) -> None:
         assert self._dispatcher is not None, "wait_ready comes first"

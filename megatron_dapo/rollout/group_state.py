@@ -106,12 +106,12 @@ def _member_state(member: Member) -> _Member:
     if response is None or reward is None:
         begun = member.begun or Unfinished((), (), (), 0)
         return _Member(
-            **_packed(begun.token_ids, begun.logprobs),
+            **packed_numbers(begun.token_ids, begun.logprobs),
             spans=[*begun.version_spans],
             pieces=begun.pieces,
         )
     return _Member(
-        **_packed(response.token_ids, response.rollout_logprobs),
+        **packed_numbers(response.token_ids, response.rollout_logprobs),
         spans=[*response.version_spans],
         finish_reason=response.finish_reason,
         policy_version=response.policy_version,
@@ -170,18 +170,33 @@ def _member(prompt: Prompt, index: int, saved: _Member) -> Member:
     return Member(index, response=response, reward=Reward(**saved.reward.model_dump()))
 
 
-class _Packed(TypedDict):
+class PackedNumbers(TypedDict):
+    """Token ids and log-probs of one response, as text."""
+
     tokens: str
     logprobs: str
     token_bytes: Bytes
     logprob_bytes: Bytes
 
 
-def _packed(token_ids: Sequence[int], logprobs: Sequence[float]) -> _Packed:
+def packed_numbers(token_ids: Sequence[int], logprobs: Sequence[float]) -> PackedNumbers:
+    """In as few bytes as hold them exactly."""
     tokens, token_bytes = _pack(token_ids, TOKEN)
     packed, logprob_bytes = _pack(logprobs, LOGPROB)
-    return _Packed(
+    return PackedNumbers(
         tokens=tokens, logprobs=packed, token_bytes=token_bytes, logprob_bytes=logprob_bytes
+    )
+
+
+def unpacked_numbers(packed: PackedNumbers) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The token ids and log-probs that were packed.
+
+    Raises:
+        ValueError: the text is not what `packed_numbers` writes.
+    """
+    return (
+        tuple(_unpack(packed["tokens"], TOKEN[packed["token_bytes"]])),
+        tuple(_unpack(packed["logprobs"], LOGPROB[packed["logprob_bytes"]])),
     )
 
 

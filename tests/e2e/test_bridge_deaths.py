@@ -31,6 +31,8 @@ from tests.e2e.trainers import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 GLOO = ("resharding.transport=gloo", "resharding.timeout_seconds=20")
 RECEIVING = "while receiving"
+LOST_STEP = 99
+"""Of no other collection: nothing of it is stored."""
 MOMENTS = [
     "before /start_weight_update",
     RECEIVING,
@@ -80,7 +82,7 @@ def die_and_return(rank: int, world: int, scene: Scene, transport: tuple[str, ..
                 assert replica.restarts == restarts, moment
                 assert replica.server is not None
                 check_engine(trainer, replica.server.endpoint, expected[-1], current, 1)
-                step = trainer.rollouts.collect(1, trainer.policy_version)
+                step = trainer.rollouts.collect(restarts, trainer.policy_version)
                 responses = [r for group in step.generated for r in group.responses]
                 assert {r.version_spans for r in responses} == {((0, 1),)}
 
@@ -97,7 +99,7 @@ def lose_and_bring_back(trainer: Trainer) -> None:
     """
     if trainer.rollouts is not None:
         try:
-            trainer.rollouts.collect(1, trainer.policy_version)
+            trainer.rollouts.collect(LOST_STEP, trainer.policy_version)
         except EnginesLost as error:
             assert "rollout engine 0" in str(error)
     trainer.weights.bring_back()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,3 +114,33 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_weights(
     assert_same_weights(resumed, straight)
     left = [path.name for path in (folder / "checkpoints").iterdir() if path.name[0] == "."]
     assert left == []
+
+
+def test_responses_that_were_complete_before_a_kill_are_not_sampled_again(
+    stage: Stage, straight: Run
+) -> None:
+    def kill_once(what: str, done: Callable[[Path], bool]) -> Path:
+        run = start_train(stage.start, "mid", *stage.overrides("checkpoint.every=0"))
+        try:
+            run.wait_for(what, lambda: done(run.folder / "rollouts"))
+            run.process.kill()
+            run.wait_until_gone()
+        finally:
+            run.close()
+        return run.folder
+
+    def lines(rollouts: Path) -> list[bytes]:
+        path = rollouts / "version_00000000.jsonl"
+        return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+    folder = kill_once("four responses", lambda rollouts: len(lines(rollouts)) > 4)
+    before = [line for line in lines(folder / "rollouts") if line.endswith(b"\n")]
+    kill_once("step 3", lambda rollouts: (rollouts / "version_00000002.jsonl").exists())
+    after = lines(folder / "rollouts")
+    assert after[: len(before)] == before
+    requests = [line.split(b" ")[1] for line in after[1:]]
+    assert len(set(requests)) == len(requests)
+    resumed = stage.train("mid", "checkpoint.every=0")
+    assert "responses of version 1 are in" in resumed.finished.output
+    assert_same_weights(resumed, straight)
+    assert list((folder / "rollouts").iterdir()) == []
