@@ -170,11 +170,16 @@ def _validate(tree: Mapping[str, object]) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(detail) for detail in error.errors()) from None
+        raise ConfigError(explain(detail) for detail in error.errors()) from None
 
 
-def _explain(detail: ErrorDetails) -> str:
-    key = ".".join(str(part) for part in detail["loc"])
+def explain(detail: ErrorDetails, section: str = "") -> str:
+    """Key, value, what is allowed and what the key is for, of a value that was refused.
+
+    Args:
+        section: that was validated alone, such as data; empty: the whole configuration.
+    """
+    key = ".".join(str(part) for part in (*section.split(), *detail["loc"]))
     known = key
     while documented_as(known) not in documented_keys():  # inside a list, or a branch of a union
         known = known.rpartition(".")[0]
