@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.keys import refuse_unknown_keys
+from megatron_dapo.config.load import explain
 from megatron_dapo.config.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -119,10 +120,7 @@ def data_config(path: Path, overrides: Sequence[str]) -> DataConfig:
     try:
         return DataConfig.model_validate({"train": path} | cast(dict, named.get("data", {})))
     except ValidationError as error:
-        raise ConfigError(
-            f"data.{'.'.join(map(str, found['loc']))}={found['input']!r}: {found['msg']}"
-            for found in error.errors()
-        ) from None
+        raise ConfigError(explain(found, "data") for found in error.errors()) from None
 
 
 def _inputs(options: argparse.Namespace) -> tuple[Path, DataConfig]:
@@ -141,10 +139,11 @@ def _tokenizer(options: argparse.Namespace) -> Tokenizer | None:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from megatron_dapo.data.row_files import report_content, write_json
+    from megatron_dapo.data.row_files import check_report_file, report_content, write_json
     from megatron_dapo.data.selection import select_rows
 
     try:
+        check_report_file(options.report)
         path, config = _inputs(options)
         selection = select_rows(path, config, _tokenizer(options))
     except ValueError as error:

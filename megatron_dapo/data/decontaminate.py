@@ -9,7 +9,13 @@ from pathlib import Path
 
 from megatron_dapo.config.schema import DataConfig
 from megatron_dapo.data.question_key import question_words
-from megatron_dapo.data.row_files import check_new_file, dapo_row, write_json, write_rows
+from megatron_dapo.data.row_files import (
+    check_new_file,
+    check_report_file,
+    dapo_row,
+    write_json,
+    write_rows,
+)
 from megatron_dapo.data.rows import BadRow, Row, read_questions
 from megatron_dapo.data.selection import listed, usable_rows
 
@@ -107,19 +113,23 @@ def decontaminate_file(
         least_share: see `find_overlaps`.
 
     Raises:
-        ValueError: a run with `config` would refuse the file, or `out` cannot be written.
+        ValueError: a run with `config` would refuse the file, `out` or `report` cannot be written,
+            or nothing would be left for `out`.
     """
+    check_report_file(report)
     if out is not None:
         check_new_file(out)
     rows = [item.row for item in usable_rows(path, config).rows]
     overlaps = find_overlaps(rows, benchmarks, ngram_words=ngram_words, least_share=least_share)
     lines = {overlap.line for overlap in overlaps}
     clean = [row for row in rows if row.line not in lines]
-    if out is not None:
-        write_rows(out, [dapo_row(row, source=path.stem) for row in clean])
     if report is not None:
         pairs = [asdict(found) | {"benchmark": str(found.benchmark)} for found in overlaps]
         write_json(report, {"file": str(path), "rows": len(rows), "pairs": pairs})
+    if out is not None and not clean:
+        raise ValueError(f"{path}: a benchmark asks every row; nothing is left for OUT={out}")
+    if out is not None:
+        write_rows(out, [dapo_row(row, source=path.stem) for row in clean])
     return Decontaminated(overlaps, len(rows), None if out is None else len(clean))
 
 

@@ -59,6 +59,22 @@ def check_new_file(path: Path, suffixes: Sequence[str] = SUFFIXES) -> None:
         raise ValueError(f"OUT={path}: there is no folder {path.parent}; make it first")
 
 
+def check_report_file(path: Path | None) -> None:
+    """Refuse the name of a report before any work is done for it; an older one is replaced.
+
+    Raises:
+        ValueError: the name does not end in .json, its folder does not exist, or it is a folder.
+    """
+    if path is None:
+        return
+    if path.suffix != ".json":
+        raise ValueError(f"--report={path} must end in .json")
+    if path.is_dir():
+        raise ValueError(f"--report={path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ValueError(f"--report={path}: there is no folder {path.parent}; make it first")
+
+
 def write_rows(path: Path, rows: Sequence[Json]) -> None:
     """Write a .parquet or .jsonl file that is either whole or not there."""
 

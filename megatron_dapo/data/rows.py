@@ -99,6 +99,8 @@ def read_questions(path: Path, *, prompt_column: str | None = None) -> Iterator[
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[tuple[int, object]]]:
+    if path.is_dir():
+        raise ValueError(f"prompt file {path} is a folder; name the .parquet or .jsonl file in it")
     if not path.is_file():
         raise ValueError(
             f"prompt file {path} does not exist: give the path of a .parquet or .jsonl file"
@@ -134,15 +136,26 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, object]]:
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a parquet file: {error}") from error
     line = 0
-    for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-        for values in batch.to_pylist():
-            line += 1
-            yield line, values
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=_BATCH_ROWS):
+            for values in _batch_rows(batch):
+                line += 1
+                yield line, values
+    except (pyarrow.ArrowException, OSError) as error:
+        where = f" behind row {line}" if line else ""
+        raise ValueError(f"{path} is not a parquet file, or damaged{where}: {error}") from error
+
+
+def _batch_rows(batch: pyarrow.RecordBatch) -> Iterator[object]:
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:  # in some row
+        for number in range(batch.num_rows):
+            try:
+                yield from batch.slice(number, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield _Bad("encoding", f"not UTF-8 ({error})")
 
 
 def _row(line: int, values: object, columns: Columns) -> Row:
@@ -152,15 +165,22 @@ def _row(line: int, values: object, columns: Columns) -> Row:
     answer = ""
     if columns.answer is not None:
         answer = _answer(_lookup(values, columns.answer, "answer"), columns.answer)
-    source = values.get("data_source")
-    index = _index(values, columns.index)
     return Row(
         line=line,
         messages=_messages(prompt, columns.prompt),
         answer=answer,
-        source=source if isinstance(source, str) else "",
-        index=str(index) if isinstance(index, int | str) else None,
+        source=_name(values.get("data_source"), "data_source") or "",
+        index=_name(_index(values, columns.index), str(columns.index)),
     )
+
+
+def _name(value: object, column: str) -> str | None:
+    """Text or number that names something; None where there is none."""
+    if not isinstance(value, int | str):
+        return None
+    if not _is_unicode(str(value)):
+        raise _Bad("encoding", f"{column} holds half of a surrogate pair")
+    return str(value)
 
 
 def _index(values: Mapping[str, object], column: str | None) -> object:
@@ -189,7 +209,7 @@ def _messages(prompt: object, column: str) -> tuple[Message, ...]:
         texts = [turn.get("role"), turn.get("content")] if isinstance(turn, Mapping) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise _Bad("prompt", f"{column}: a message needs a role and a text, not {_short(turn)}")
-        if not _is_unicode(turn["content"]):
+        if not _is_unicode(turn["role"] + turn["content"]):
             raise _Bad("prompt", f"{column} holds half of a surrogate pair")
     if not any(turn["content"].strip() for turn in turns):
         raise _Bad("prompt", f"{column} is empty")

@@ -208,6 +208,8 @@ def _tokenise(
         except ValueError as error:
             raise ValueError(f"{path} line {row.line}: {error}") from error
         token_ids = tokenizer.encode(text)
+        if not token_ids:
+            raise ValueError(f"{path} line {row.line}: the tokenizer finds no token in the prompt")
         if len(token_ids) > limit:
             overlong.append(row.line)
             if config.overlong_prompts == "drop":

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import jinja2
 import sentencepiece
 import transformers
 
@@ -79,9 +80,15 @@ class HuggingFaceTokenizer:
                 f"data.prompt_format=chat, but the tokenizer in {self._folder} has no chat "
                 "template; use prompt_format dapo or plain"
             )
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(
+                f"data.prompt_format=chat: the chat template in {self._folder} refuses messages of "
+                f"({', '.join(message['role'] for message in messages)}): {error}"
+            ) from error
         assert isinstance(text, str), "tokenize=False renders one conversation to one text"
         return text
 

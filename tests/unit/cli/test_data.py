@@ -113,3 +113,32 @@ def test_integer_answers_says_when_the_server_is_gone(
     assert "see that the server runs" in capsys.readouterr().err
     assert main([*words, "https://example.com"]) == 78
     assert "--remote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["check", "decontaminate"])
+def test_a_report_overwrites_no_data_and_is_refused_before_the_work(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD)
+    words = ["data", command, file, *COLUMNS]
+    words += ["--against", file] if command == "decontaminate" else []
+    before = Path(file).read_text()
+    for report, message in (
+        (file, "must end in .json"),
+        (str(tmp_path / "nowhere" / "report.json"), "there is no folder"),
+    ):
+        assert main([*words, "--report", report]) == 78
+        assert message in capsys.readouterr().err
+    assert Path(file).read_text() == before
+
+
+def test_decontaminate_writes_no_empty_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "rows.jsonl", GOOD)
+    out, report = tmp_path / "clean.jsonl", tmp_path / "report.json"
+    words = ["data", "decontaminate", file, *COLUMNS, "--against", file, "--out", str(out)]
+    assert main([*words, "--report", str(report)]) == 78
+    assert "nothing is left" in capsys.readouterr().err
+    assert not out.exists()
+    assert len(json.loads(report.read_text())["pairs"]) == 1

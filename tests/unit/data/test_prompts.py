@@ -165,6 +165,57 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "train.parquet")
 
 
+class Silent(WordTokenizer):
+    def encode(self, text: str) -> list[int]:
+        return []
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "\u200b", "answer": 1})
+    with pytest.raises(ValueError, match="line 1: the tokenizer finds no token"):
+        PromptSet.load(path, data_config(path), Silent())
+
+
+def test_a_folder_is_no_prompt_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder; name the"):
+        load(tmp_path)
+
+
+def test_names_that_no_file_can_hold_are_bad_rows(tmp_path: Path) -> None:
+    half = "\ud800"
+    path = write(
+        tmp_path,
+        {"prompt": "a", "answer": 1, "data_source": half},
+        {"prompt": "b", "answer": 1, "extra_info": {"index": half}},
+        {"prompt": [{"role": half, "content": "c"}], "answer": 1},
+        {"prompt": "d", "answer": 1, "data_source": None, "extra_info": {"index": 4}},
+    )
+    loaded = load(path, bad_rows="skip")
+    assert [str(bad.reason) for bad in loaded.report.bad] == ["encoding", "encoding", "prompt"]
+    assert [prompt.id for prompt in loaded.prompts] == ["4"]
+
+
+def test_text_of_a_parquet_file_that_is_no_utf_8_is_a_bad_row(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"a", b"\xff", b"c"]).view(pyarrow.string())
+    path = tmp_path / "train.parquet"
+    table = pyarrow.table({"prompt": texts, "answer": ["1", "2", "3"]})
+    pyarrow.parquet.write_table(table, path)
+    loaded = load(path, bad_rows="skip")
+    assert [(bad.line, bad.reason) for bad in loaded.report.bad] == [(2, "encoding")]
+    assert [prompt.text for prompt in loaded.prompts] == ["a", "c"]
+
+
+def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    table = pyarrow.table({"prompt": [f"{n} + {n}?" for n in range(5000)], "answer": ["1"] * 5000})
+    pyarrow.parquet.write_table(table, path)
+    content = bytearray(path.read_bytes())
+    content[200:1200] = b"\xa5" * 1000
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"train\.parquet is not a parquet file, or damaged"):
+        load(path)
+
+
 def test_copies_are_dropped_and_contradictions_reported(tmp_path: Path) -> None:
     path = write(
         tmp_path,

@@ -72,6 +72,14 @@ def test_a_tokenizer_without_a_template_cannot_chat(folder: Path) -> None:
         load_tokenizer(folder).apply_chat_template([{"role": "user", "content": "a"}])
 
 
+def test_messages_that_a_template_refuses_are_told_with_its_reason(folder: Path) -> None:
+    template = "{{ raise_exception('no system role') }}"
+    (folder / "chat_template.jinja").write_text(template)
+    messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(ValueError, match=r"\(system, user\): no system role"):
+        load_tokenizer(folder).apply_chat_template(messages)
+
+
 def test_a_sentencepiece_model_hides_behind_the_same_interface(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the sum of three and four is seven\nwhat is the sum of one and two\n" * 20)
