@@ -31,6 +31,9 @@ from megatron_dapo.data.selection import usable_rows
 
 logger = logging.getLogger(__name__)
 AUDIT_SUFFIX = ".audit.jsonl"
+REFUSED = "refused"
+"""Reason of a row whose request the server did not take. That may lie in the options of a call, so
+the next one asks again."""
 Status = Literal["kept", "rewritten", "rejected"]
 
 
@@ -209,7 +212,7 @@ async def _ask(
             reply = await model.reply(messages, seed=_seed(seed, row.digest, attempt))
             rewrite = check_rewrite(row.problem, value, form, reply)
         except RequestRefused as error:
-            tried.append(Attempt(reply="", reason="refused", detail=str(error)))
+            tried.append(Attempt(reply="", reason=REFUSED, detail=str(error)))
             break
         except RewriteError as error:
             tried.append(Attempt(reply=reply, reason=error.reason, detail=error.detail))
@@ -252,4 +255,4 @@ def _read_audit(path: Path) -> dict[str, Outcome]:
         raise ValueError(f"{path} is no audit log ({error}); move it away") from error
     if outcomes:
         logger.info("%s: %d rows were done before", path, len(outcomes))
-    return {outcome.digest: outcome for outcome in outcomes}
+    return {outcome.digest: outcome for outcome in outcomes if outcome.reason != REFUSED}

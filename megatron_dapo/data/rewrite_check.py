@@ -36,11 +36,15 @@ SECTIONS = (
 """Headings of a reply, those of the paper's appendix."""
 LEAST_KEPT = 0.6
 """Share of the original problem's words that must be in the rewritten one."""
+HARMLESS_NUMBERS = frozenset(["0", "1"])
+"""That conditions may bring: "positive", "greater than 1", "\\gcd(m,n)=1"."""
 _HEADING = re.compile(
     rf"^[#* \t]*({'|'.join(SECTIONS)})[* \t]*(?::[* \t]*|$)", re.IGNORECASE | re.MULTILINE
 )
-_INTEGER = re.compile(r"\$?\s*(-?[0-9]+)\s*\$?\.?")
-_ASSIGNED = re.compile(r"(?<![A-Za-z\\{^_])([A-Za-z])\s*=\s*(-?[0-9]+)(?![0-9.]*[0-9])")
+_DIGITS = "-?[0-9]{1,1000}+"
+"""Of an integer; a model that writes digits without end has written none."""
+_INTEGER = re.compile(rf"\$?\s*({_DIGITS})\s*\$?\.?")
+_ASSIGNED = re.compile(rf"(?<![A-Za-z\\{{^_])([A-Za-z])\s*=\s*({_DIGITS})(?![0-9.]*[0-9])")
 _LETTER = re.compile(r"(\\[a-zA-Z]+)|([a-zA-Z])")
 _STATED: Mapping[Condition, re.Pattern[str]] = {
     "coprime": re.compile(
@@ -102,7 +106,7 @@ def check_rewrite(problem: str, value: ExactSum, form: IntegerForm, reply: str) 
     rewritten = sections["Transformed problem"]
     _check_statement(rewritten, template, coefficients, form)
     _check_kept(problem, rewritten)
-    _check_leak(rewritten, coefficients)
+    _check_leak(problem, rewritten, template, coefficients)
     return Rewrite(rewritten, form.integer, template, tuple(coefficients.items()))
 
 
@@ -210,17 +214,26 @@ def _asks_for(compact: str, letters: tuple[str, ...]) -> bool:
 
 
 def _check_kept(problem: str, rewritten: str) -> None:
-    before, after = Counter(question_words(problem)), Counter(question_words(rewritten))
-    numbers = {word: count for word, count in before.items() if word[0].isdigit()}
-    lost = [word for word, count in numbers.items() if after[word] < count]
-    if lost:
+    if lost := list(_numbers(problem) - _numbers(rewritten)):
         raise RewriteError("changed", f"numbers of the problem are missing: {', '.join(lost)}")
+    before, after = Counter(question_words(problem)), Counter(question_words(rewritten))
     kept = (before & after).total() / max(before.total(), 1)
     if kept < LEAST_KEPT:
         raise RewriteError("changed", f"only {kept:.0%} of the problem's words are kept")
 
 
-def _check_leak(rewritten: str, coefficients: Mapping[str, int]) -> None:
+def _check_leak(
+    problem: str, rewritten: str, template: str, coefficients: Mapping[str, int]
+) -> None:
+    """A new question needs no new numbers: they would be the answer, or parts of it."""
     for letter, number in _ASSIGNED.findall(re.sub(r"\$", " ", rewritten)):
         if letter in coefficients:
             raise RewriteError("leak", f"the problem says {letter}={number}")
+    harmless = HARMLESS_NUMBERS.union(_numbers(template))
+    added = _numbers(rewritten) - _numbers(problem)
+    if told := [number for number in added if number not in harmless]:
+        raise RewriteError("leak", f"numbers that the problem does not have: {', '.join(told)}")
+
+
+def _numbers(text: str) -> Counter[str]:
+    return Counter(word for word in question_words(text) if word[0].isdigit())

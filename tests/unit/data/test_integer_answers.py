@@ -213,3 +213,36 @@ def test_raw_answers_of_deepmath_are_sorted_without_a_fault(
     assert counts.total() == len(audit(out))
     assert counts["kept"] == 197
     assert counts["rejected: sections"] == len(model.asked) > 100
+
+
+def test_an_audit_log_holds_line_ends_of_any_kind_and_may_end_inside_a_letter(
+    tmp_path: Path,
+) -> None:
+    """Pages write U+2028 and U+0085; a killed process leaves half of a letter."""
+    rows = dice(7, 4)
+    rows[0]["prompt"] = rows[0]["prompt"].replace("rolled. ", "rolled.\u2028\u0085 ")
+    path, out = write(tmp_path, *rows), tmp_path / "out.jsonl"
+    run(path, out, obedient())
+    whole = audit_path(out).read_bytes()
+    audit_path(out).write_bytes(whole + '{"line": 3, "problem": "\u221a'.encode()[:-1])
+    first = out.read_bytes()
+    out.unlink()
+    model = obedient()
+    assert run(path, out, model) == {"rewritten": 2}
+    assert model.asked == []
+    assert (out.read_bytes(), audit_path(out).read_bytes()) == (first, whole)
+
+
+def test_rows_that_the_server_refused_are_asked_again_by_the_next_call(tmp_path: Path) -> None:
+    def refusing(messages: Sequence[Message]) -> str:
+        raise RequestRefused("400: max_tokens is too large")
+
+    path, out = write(tmp_path, *dice(7, 4)), tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match="every row was rejected"):
+        run(path, out, ScriptedModel(refusing))
+    assert run(path, out, obedient()) == {"rewritten": 2}
+    assert [entry.status for entry in audit(out)] == ["rejected"] * 2 + ["rewritten"] * 2
+    out.unlink()
+    model = obedient()
+    assert run(path, out, model) == {"rewritten": 2}
+    assert model.asked == []

@@ -56,7 +56,9 @@ FAULTS = [
     ("sections", "## Final answer", "## Final answer\n18\n## Final answer"),
     ("not_integer", "\n19", "\nnineteen"),
     ("not_integer", "\n19", "\n19.5"),
+    ("not_integer", "\n19", "\n" + "9" * 20_000),
     ("coefficients", "k = 6", "that is it"),
+    ("coefficients", "m = 11", "m = " + "1" * 20_000),
     ("coefficients", "n = 2", "n = 2, n = 3"),
     ("derivation", "m = 11", "m = 12"),
     ("derivation", "m-n\\sqrt{k}\n", "m+n\\sqrt{k}\n"),
@@ -73,6 +75,8 @@ FAULTS = [
         "6 1 4 it",
     ),
     ("leak", "Find $m+n+k$", "Note that $k = 6$. Find $m+n+k$"),
+    ("leak", "Find $m+n+k$", "Find $m+n+k$, which is 19"),
+    ("leak", "increased by 4, can", "increased by 4, is $11-2\\sqrt{6}$ and can"),
 ]
 
 
