@@ -86,9 +86,21 @@ def _evaluate(target: Target, config: RunConfig, names: str | None) -> int:
     console = open_console()
     console.print(result_table(reports))
     console.print(LEGEND, style="dim", highlight=False)
+    _tell_ungraded(reports, () if graders is None else graders.first_failures)
     for file in (REPORT_FILE, SAMPLES_FILE):
         sys.stdout.write(f"{config.run_dir / file}\n")
     return 0
+
+
+def _tell_ungraded(reports: Mapping[str, SetReport], failures: Sequence[str]) -> None:
+    """A score of wrong answers that nobody looked at must not pass for one."""
+    for name, report in reports.items():
+        if ungraded := report.counts.ungraded:
+            told = "".join(f"\n- {failure}" for failure in failures)
+            sys.stderr.write(
+                f"{name}: {ungraded} of {report.counts.samples} responses were not graded and "
+                f"count as wrong{told}\n"
+            )
 
 
 def _sampling(config: RunConfig, names: str | None, graders: GraderPool | None) -> HeldoutSampling:

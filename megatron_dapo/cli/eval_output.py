@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -22,7 +23,7 @@ def progress(expected: Mapping[str, int]) -> Iterator[Callable[[str], None]]:
     with Progress(
         *columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal
     ) as bars:
-        tasks = {name: bars.add_task(name, total=count) for name, count in expected.items()}
+        tasks = {name: bars.add_task(escape(name), total=count) for name, count in expected.items()}
         yield lambda name: bars.advance(tasks[name])
 
 
@@ -38,7 +39,7 @@ def result_table(reports: Mapping[str, SetReport]) -> Table:
         counts = report.counts
         passed = report.passed.get(report.k)
         table.add_row(
-            name,
+            escape(name),
             str(report.problems),
             str(report.k),
             f"{counts.right}/{counts.samples}",

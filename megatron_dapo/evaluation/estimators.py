@@ -103,6 +103,7 @@ def maj_at_k(
     Raises:
         ValueError: as `avg_at_k`.
     """
+    _check_finite(correct)
     if len(answers) != len(correct):
         raise ValueError(f"{len(answers)} answers but {len(correct)} values of correct")
     groups = _by_problem(problem_ids, list(zip(answers, correct, strict=True)), k)

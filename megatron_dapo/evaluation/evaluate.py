@@ -39,6 +39,7 @@ def _of_one_set(name: str, report: SetReport) -> dict[str, float]:
         f"{aux}/response_length/max": float(report.lengths.max),
         f"{aux}/response_length/p95": float(report.lengths.p95),
         f"{aux}/response_length/clip_ratio": report.truncated_share,
+        f"{aux}/reflection/share": reflection.share,
         f"{aux}/reflection/per_response": reflection.per_response,
         f"{aux}/reflection/per_1k_tokens": reflection.per_1k_tokens,
     }

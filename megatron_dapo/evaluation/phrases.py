@@ -18,8 +18,13 @@ PHRASES = {
     "reconsider": r"reconsider(?:s|ed|ing)?",
     "rethink": r"re-?think(?:s|ing)?",
     "reexamine": r"re-?examin(?:e|es|ed|ing)",
-    "let_me_check": r"let(?: me| us|['\u2019]s) check",
+    "let_me_check": r"let(?: me| us|['\u2019]s) check(?! again)",
+    "check_again": r"(?<!double[- ])(?<!re-)check(?:s|ed|ing)? again",
     "hold_on": r"hold on",
+    "however": r"however",
+    "go_back": r"(?:go(?:es|ing)?|went) back",
+    "mistake": r"mistake[ns]?",
+    "another_approach": r"(?:another|a different) approach",
 }
 """Name -> whole words that count, in any case. They do not overlap."""
 ALL = "all"
@@ -36,6 +41,8 @@ class PhraseRate:
 
     responses: int
     """That hold it at least once."""
+    share: float
+    """Of all responses, those that hold it."""
     occurrences: int
     per_response: float
     per_1k_tokens: float
@@ -60,9 +67,10 @@ def phrase_rates(counts: Sequence[Mapping[str, int]], tokens: int) -> dict[str, 
 
 
 def _rate(values: Sequence[int], tokens: int) -> PhraseRate:
-    total = sum(values)
+    total, responses = sum(values), sum(value > 0 for value in values)
     return PhraseRate(
-        responses=sum(value > 0 for value in values),
+        responses=responses,
+        share=responses / len(values),
         occurrences=total,
         per_response=total / len(values),
         per_1k_tokens=1000 * total / tokens if tokens else 0.0,

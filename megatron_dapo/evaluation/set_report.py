@@ -77,6 +77,9 @@ class SetReport:
     truncated_share: float
     lengths: Lengths
     phrases: dict[str, PhraseRate]
+    phrases_right: dict[str, PhraseRate] | None
+    """Of the right responses alone; None without any."""
+    phrases_wrong: dict[str, PhraseRate] | None
     problem_reports: tuple[ProblemReport, ...]
 
 
@@ -110,6 +113,8 @@ def report_set(groups: Sequence[Group]) -> SetReport:
         truncated_share=counts.truncated / counts.samples,
         lengths=_lengths(pairs),
         phrases=phrase_rates(found, counts.tokens),
+        phrases_right=_phrases_where(pairs, found, right=True),
+        phrases_wrong=_phrases_where(pairs, found, right=False),
         problem_reports=tuple(
             _report_problem(group, found[row * k : (row + 1) * k], voted=voted)
             for row, group in enumerate(groups)
@@ -156,12 +161,30 @@ def _report_problem(group: Group, found: Sequence[dict[str, int]], *, voted: boo
 def _counts(pairs: _Pairs) -> Counts:
     return Counts(
         samples=len(pairs),
-        right=sum((reward.accuracy or 0.0) >= 1 for _, reward in pairs),
+        right=sum(_is_right(reward) for _, reward in pairs),
         ungraded=sum(reward.accuracy is None for _, reward in pairs),
         truncated=sum(response.finish_reason == "length" for response, _ in pairs),
         unanswered=sum(reward.extracted is None for _, reward in pairs),
         tokens=sum(len(response.token_ids) for response, _ in pairs),
     )
+
+
+def _is_right(reward: Reward) -> bool:
+    """With full credit."""
+    return (reward.accuracy or 0.0) >= 1
+
+
+def _phrases_where(
+    pairs: _Pairs, found: Sequence[dict[str, int]], *, right: bool
+) -> dict[str, PhraseRate] | None:
+    chosen = [
+        (counts, len(response.token_ids))
+        for (response, reward), counts in zip(pairs, found, strict=True)
+        if _is_right(reward) is right
+    ]
+    if not chosen:
+        return None
+    return phrase_rates([counts for counts, _ in chosen], sum(tokens for _, tokens in chosen))
 
 
 def _votes(extracted: Sequence[str | None]) -> dict[str, int]:
@@ -174,7 +197,7 @@ def _votes(extracted: Sequence[str | None]) -> dict[str, int]:
 
 
 def _lengths(pairs: _Pairs) -> Lengths:
-    by_right = [(len(r.token_ids), (reward.accuracy or 0.0) >= 1) for r, reward in pairs]
+    by_right = [(len(r.token_ids), _is_right(reward)) for r, reward in pairs]
     tokens = sorted(length for length, _ in by_right)
     return Lengths(
         mean=sum(tokens) / len(tokens),

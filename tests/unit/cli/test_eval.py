@@ -287,3 +287,13 @@ def test_what_is_nothing_to_evaluate_is_named(tmp_path: Path) -> None:
         find_target(tmp_path / "absent", [], config_file=None, out=None)
     with pytest.raises(ConfigError, match="is an empty folder: give a YAML file, a run directory"):
         find_target(tmp_path, [], config_file=None, out=None)
+
+
+def test_responses_that_no_grader_took_are_told(
+    tmp_path: Path, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = "reward.plugin=tests.unit.reward.plugins:echo"
+    assert evaluate(file, *sets(tmp_path), plugin, "reward.workers=1") == 0
+    told = capsys.readouterr().err
+    assert "sums: 12 of 12 responses were not graded and count as wrong" in told
+    assert "could not convert string to float" in told

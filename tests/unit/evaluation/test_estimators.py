@@ -168,6 +168,7 @@ def test_a_problem_without_any_answer_scores_zero() -> None:
         (lambda: avg_at_k(["a"], [1], 0), "k=0"),
         (lambda: pass_at_k(["a"], [1], 2), "problem a has 1 samples"),
         (lambda: pass_at_k(["a"], [math.nan], 1), "nan"),
+        (lambda: maj_at_k(["a"], ["7"], [math.nan]), "nan"),
         (lambda: maj_at_k(["a"], [], [1]), "0 answers"),
     ],
 )

@@ -50,5 +50,6 @@ def test_reflection_and_truncation_are_logged() -> None:
     group = graded_group(1, "Wait, no.", "Let me verify. wait", ends=("length", "stop"))
     metrics = metrics_of(aime=group)
     assert metrics["val-aux/aime/reflection/per_response"] == 1.5
+    assert metrics["val-aux/aime/reflection/share"] == 1.0
     assert metrics["val-aux/aime/reflection/per_1k_tokens"] == 1000.0
     assert metrics["val-aux/aime/response_length/clip_ratio"] == 0.5

@@ -10,8 +10,14 @@ from megatron_dapo.evaluation.phrases import ALL, PHRASES, PhraseRate, count_phr
 
 FOUND = {
     "wait": ["Wait, that is wrong", "...WAIT!", "wait"],
-    "recheck": ["I recheck it", "Re-checking gives", "rechecked"],
-    "double_check": ["double-check", "Double check this", "double-checked"],
+    "recheck": ["I recheck it", "re-check again", "Re-checking gives", "rechecked"],
+    "double_check": [
+        "double-check",
+        "double-check again",
+        "double check again",
+        "Double check this",
+        "double-checked",
+    ],
     "verify": ["Let me verify", "verified.", "a verification"],
     "alternatively": ["Alternatively, use"],
     "reconsider": ["Reconsidering"],
@@ -19,6 +25,11 @@ FOUND = {
     "reexamine": ["re-examine", "reexamined"],
     "let_me_check": ["Let me check", "let's check", "let\u2019s check", "Let us check"],
     "hold_on": ["Hold on."],
+    "check_again": ["Check again", "let me check again", "I checked again"],
+    "however": ["However, 7"],
+    "go_back": ["Go back", "I went back", "going back"],
+    "mistake": ["a mistake", "Mistaken", "mistakes"],
+    "another_approach": ["try another approach", "a different approach"],
 }
 
 
@@ -47,6 +58,7 @@ def test_rates_are_those_of_a_loop(responses: list[list[str]]) -> None:
         hits = [sum(word in words for word in response) for response in responses]
         assert rates[name] == PhraseRate(
             responses=sum(hit > 0 for hit in hits),
+            share=sum(hit > 0 for hit in hits) / len(responses),
             occurrences=sum(hits),
             per_response=sum(hits) / len(responses),
             per_1k_tokens=1000 * sum(hits) / tokens if tokens else 0.0,

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.evaluation.phrases import ALL
 from megatron_dapo.evaluation.set_report import Counts, passing_ks, report_set
 from megatron_dapo.types import FinishReason, Group
 from tests.unit.evaluation.graded import graded_group
@@ -104,3 +105,16 @@ def test_problems_with_different_numbers_of_samples_are_refused() -> None:
         report_set([graded_group(0, "a"), graded_group(1, "a", "b")])
     with pytest.raises(ValueError, match="need one number"):
         report_set([])
+
+
+def test_reflection_of_right_and_wrong_responses_is_told_apart() -> None:
+    right, wrong = "wait, I verify: Answer: 7", "Hold on. Answer: 8"
+    report = report_set([graded_group(0, right, "Answer: 7", wrong, "nothing")])
+    assert report.phrases_right is not None and report.phrases_wrong is not None
+    assert (report.phrases_right["wait"].occurrences, report.phrases_right[ALL].share) == (1, 0.5)
+    assert report.phrases_right["hold_on"].occurrences == 0
+    assert report.phrases_wrong[ALL].occurrences == report.phrases_wrong["hold_on"].occurrences == 1
+    assert report.phrases_wrong[ALL].per_1k_tokens == pytest.approx(1000 / (3 + 4))
+    none_right = report_set([graded_group(0, wrong)])
+    assert none_right.phrases_right is None
+    assert none_right.phrases_wrong == none_right.phrases
