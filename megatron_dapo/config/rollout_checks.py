@@ -17,6 +17,7 @@ def scheduling_problems(config: RunConfig) -> Iterator[str]:
     yield from _kept_problems(config.sampling)
     yield from _mode_problems(config)
     yield from _staleness_problems(config)
+    yield from _round_problems(config)
     if config.loss.mismatch == "none" and (reason := _stale_by(config)) is not None:
         yield (
             f"loss.mismatch=none: with {reason} some responses come from older weights than those "
@@ -77,6 +78,19 @@ def _staleness_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.max_staleness={rollout.max_staleness}: rollout.mode=sync with "
             "sampling.surplus=drop trains on nothing older. Leave it out, or use "
             "rollout.mode=async or sampling.surplus=carry."
+        )
+
+
+def _round_problems(config: RunConfig) -> Iterator[str]:
+    sampling, target = config.sampling, config.rollout.prompts_per_step
+    if sampling.prompts_per_round is None or sampling.when_short == "train":
+        return
+    most = sampling.max_rounds * sampling.prompts_per_round
+    if sampling.dynamic and most < target:
+        yield (
+            f"sampling.prompts_per_round={sampling.prompts_per_round}: a step samples at most "
+            f"sampling.max_rounds={sampling.max_rounds} times as many prompts, {most}, and never "
+            f"has the groups of rollout.prompts_per_step={target}. Raise one of the two."
         )
 
 

@@ -72,10 +72,11 @@ class Draft:
         return whole + self.begun_tokens
 
     @property
-    def longest_response(self) -> int:
-        """Tokens of the longest response, complete or not."""
+    def least_limit(self) -> int:
+        """Tokens that a response must be allowed to have: those of the longest complete one, and
+        one more than an unfinished one has, which goes on."""
         whole = [len(m.response.token_ids) for m in self.members if m.response is not None]
-        begun = [len(m.begun.token_ids) for m in self.members if m.begun is not None]
+        begun = [len(m.begun.token_ids) + 1 for m in self.members if m.begun is not None]
         return max([*whole, *begun], default=0)
 
     def copy(self) -> Draft:

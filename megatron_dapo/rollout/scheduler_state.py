@@ -140,12 +140,12 @@ def usable_state(
     if saved.ahead is not None:
         _refuse_other_step(saved.ahead, rollout, sampling)
     waiting = (*saved.ready, *saved.unfinished, *(saved.ahead.kept if saved.ahead else ()))
-    longest = max((draft.longest_response for draft in waiting), default=0)
-    if longest > rollout.max_response_tokens:
+    least = max((draft.least_limit for draft in waiting), default=0)
+    if least > rollout.max_response_tokens:
         raise DraftStateError(
             f"rollout.max_response_tokens={rollout.max_response_tokens}: the checkpoint holds a "
-            f"response of {longest} tokens that waits to be trained on. Resume with at least "
-            f"{longest}, or start a new run in another run_dir"
+            f"response of {least} tokens, or an unfinished one that may need as many. Resume with "
+            f"at least {least}, or start a new run in another run_dir"
         )
     return saved
 

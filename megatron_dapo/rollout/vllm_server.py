@@ -30,6 +30,8 @@ GUARDIAN = Path(__file__).with_name("server_main.py")
 LONGEST_SOCKET_PATH = 107
 """Bytes of sun_path, without the closing zero."""
 LOG_TAIL_LINES = 30
+MOST_LOG_BYTES = 1 << 22
+"""Of a log that are read for that, from its end."""
 GRACE_SECONDS = 10.0
 """What a server gets to end by itself; vLLM needs about one."""
 POLL_SECONDS = 0.25
@@ -193,9 +195,13 @@ class VllmServer:
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """The last lines that this server wrote, then the exceptions that began its end."""
-        with self.options.log_file.open("rb") as log:
-            log.seek(self._log_start)
-            text = log.read().decode(errors="replace")
+        try:
+            with self.options.log_file.open("rb") as log:
+                end = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, end - MOST_LOG_BYTES))
+                text = log.read().decode(errors="replace")
+        except FileNotFoundError:  # somebody cleared it away: no reason to end a run
+            return f"({self.options.log_file} is not there any more)"
         tail = "\n".join(text.splitlines()[-lines:])
         found = "\n".join(causes(text))
         return f"{tail}\nCause, as its log names it:\n{found}" if found else tail

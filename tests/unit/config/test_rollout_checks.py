@@ -21,6 +21,8 @@ SOUND: list[Sections] = [
     {"rollout": {"mode": "async", "max_staleness": 4}, "sampling": CONTINUE, "loss": TIS},
     {"rollout": {"mode": "async"}, "sampling": FINISH, "loss": TIS},
     {"sampling": {"max_seconds": 600.0}},
+    {"sampling": {"prompts_per_round": 1, "max_rounds": 8}},
+    {"sampling": {"prompts_per_round": 1, "max_rounds": 7, "when_short": "train"}},
 ]
 
 
@@ -52,6 +54,10 @@ REFUSED: list[tuple[Sections, str]] = [
         r"max_staleness=2: rollout\.mode=one_step_off is exactly one",
     ),
     ({"rollout": {"max_staleness": 2}}, r"max_staleness=2: rollout\.mode=sync .* nothing older"),
+    (
+        {"sampling": {"prompts_per_round": 1, "max_rounds": 7}},
+        r"sampling\.prompts_per_round=1: .*sampling\.max_rounds=7 .*prompts_per_step=8\. Raise",
+    ),
 ]
 
 

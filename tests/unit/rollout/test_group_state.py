@@ -13,11 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.continuation import Unfinished
 from megatron_dapo.rollout.draft import Draft
 from megatron_dapo.rollout.group_state import DraftStateError, drafts_from_json, drafts_to_json
 from megatron_dapo.rollout.keep_rate import KeepRate
-from megatron_dapo.rollout.scheduler_state import SchedulerState, state_from_json, state_to_json
+from megatron_dapo.rollout.scheduler_state import (
+    SchedulerState,
+    state_from_json,
+    state_to_json,
+    usable_state,
+)
 from megatron_dapo.types import Prompt, Response, Reward
 
 logprobs = st.floats(max_value=0.0, min_value=-1e6, allow_nan=False)
@@ -182,3 +188,13 @@ def test_the_oldest_version_is_never_newer_than_it_is_known_to_be() -> None:
     draft.members[0].begun = Unfinished((7, 8), (-1.0, -2.0), ((0, 5), (1, 7)), 1)
     assert draft.oldest_version == 5
     assert complete().oldest_version == 4
+
+
+def test_an_unfinished_response_needs_room_for_one_more_token() -> None:
+    """No engine takes a request for no tokens."""
+    state = state_to_json(SchedulerState(KeepRate(), [], [begun()], None))
+    sampling = SamplingConfig(surplus="carry", unfinished="continue")
+    tokens = len(begun().members[0].begun.token_ids)  # type: ignore[union-attr]
+    usable_state(state, RolloutConfig(group_size=2, max_response_tokens=tokens + 1), sampling)
+    with pytest.raises(DraftStateError, match=f"Resume with at least {tokens + 1},"):
+        usable_state(state, RolloutConfig(group_size=2, max_response_tokens=tokens), sampling)
