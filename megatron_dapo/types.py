@@ -21,6 +21,8 @@ VersionSpans = tuple[tuple[int, int], ...]
 """(index of the first token, policy version) of each run of tokens that one version sampled."""
 NO_LABEL = -100
 """Label of a position that predicts nothing: the last of a sequence, or padding."""
+LEAST_SPREAD = 1e-6
+"""Between the accuracies of a mixed group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,10 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """True when the graded accuracies differ: the group carries signal (DAPO Eq. 11)."""
-        graded = {reward.accuracy for reward in self.rewards if reward.accuracy is not None}
-        return len(graded) > 1
+        """True when the graded accuracies differ: the group carries signal (DAPO Eq. 11). What a
+        plug-in computes may differ by rounding alone, which carries none."""
+        graded = [reward.accuracy for reward in self.rewards if reward.accuracy is not None]
+        return len(graded) > 1 and max(graded) - min(graded) > LEAST_SPREAD
 
 
 @dataclass(frozen=True)

@@ -133,3 +133,10 @@ def test_the_error_blames_a_failing_grader_and_never_advises_to_train_on_nothing
     nothing = str(NotEnoughGroups(4, 3, FilterCounts(9, 0, 0, 9, 0, 0)))
     assert "take what there is with sampling.when_short=train" not in nothing
     assert "so the run stops with sampling.when_short=train too" in nothing
+
+
+def test_accuracies_that_differ_by_rounding_alone_make_no_group_mixed() -> None:
+    assert 0.1 + 0.2 != 0.3
+    assert not group("a", [0.1 + 0.2, 0.3, 0.3]).mixed
+    assert group("a", [0.3, 0.31, None]).mixed
+    assert not group("a", [1.0, None]).mixed
