@@ -23,6 +23,8 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 """Blocks that are read of each file of weights, and the size of one."""
 NOT_COMPARED = ("run_dir", "logging.", "checkpoint.", "training.steps", "evaluation.")
 """Keys that do not change what is trained."""
+OF_THE_OPTIMIZER = "parallel.distributed_optimizer"
+"""Its state is saved in one way or the other, whatever the layout."""
 
 
 def run_identity(config: RunConfig, prompts: str) -> dict[str, JsonValue]:
@@ -54,17 +56,24 @@ def check_identity(checkpoint: Path, here: Mapping[str, JsonValue]) -> None:
         here: of `run_identity`.
 
     Raises:
-        ConfigError: seed, prompts or model differ, named with both values; or another version
-            of this package wrote the checkpoint in another format.
+        ConfigError: seed, prompts, model or the kind of optimizer differ, named with both values;
+            or another version of this package wrote the checkpoint in another format.
     """
     read_header(checkpoint)
     identity = read_state(checkpoint, IDENTITY)
     if identity is None:
         return
     problems = list(_mismatches(checkpoint, identity, here[IDENTITY]))
+    changes = list(_changes(read_state(checkpoint, CONFIG), here[CONFIG]))
+    problems += [
+        f"{key}={now}: {checkpoint} was trained with {before}, and its optimizer goes on with "
+        f"nothing else. Resume with {key}={before}, or start from its weights in another run_dir"
+        for key, before, now in changes
+        if key == OF_THE_OPTIMIZER
+    ]
     if problems:
         raise ConfigError(problems)
-    for key, before, now in _changes(read_state(checkpoint, CONFIG), here[CONFIG]):
+    for key, before, now in changes:
         if not key.startswith(NOT_COMPARED):
             logger.warning(
                 "%s: %s was %s, it is %s from here on", checkpoint.name, key, before, now

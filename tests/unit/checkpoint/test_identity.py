@@ -65,6 +65,15 @@ def test_other_keys_may_change_and_are_named(
     assert "999" not in caplog.text
 
 
+def test_another_kind_of_optimizer_is_refused(tmp_path: Path, config: RunConfig) -> None:
+    checkpoint = saved(tmp_path / "step", config)
+    section = config.parallel.model_copy(update={"distributed_optimizer": False})
+    other = config.model_copy(update={"parallel": section})
+    told = r"^parallel\.distributed_optimizer=False: .* was trained with True"
+    with pytest.raises(ConfigError, match=told):
+        check_identity(checkpoint, run_identity(other, "prompts"))
+
+
 def test_weights_alone_belong_to_no_run(tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / HEADER_FILE).write_text(Header(0, {}, 0).text())
     check_identity(tmp_path, run_identity(config, "prompts"))
