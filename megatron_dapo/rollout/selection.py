@@ -118,7 +118,7 @@ def select_groups(
 def right_histogram(groups: Iterable[Group]) -> dict[int, int]:
     """Number of right responses of a group -> groups with that many, in order."""
     rights = Counter(
-        sum(reward.accuracy is not None and reward.accuracy > 0 for reward in group.rewards)
+        sum(reward.accuracy is not None and reward.accuracy >= 1 for reward in group.rewards)
         for group in groups
     )
     return dict(sorted(rights.items()))
@@ -128,7 +128,7 @@ def _verdict(group: Group) -> str:
     graded = [r.accuracy for r in group.rewards if r.accuracy is not None]
     if not graded:
         return "ungraded"
-    return "right" if graded[0] > 0 else "wrong"
+    return "right" if graded[0] >= 1 else "wrong"  # partial credit is not right
 
 
 def _cause_and_cure(counts: FilterCounts, *, by_time: bool, trains: bool) -> str:

@@ -46,7 +46,7 @@ def test_check_refuses_what_a_run_would_refuse(
     [
         ("promt_column=x", "Did you mean data.prompt_column?"),
         ("max_prompt_tokens=0", "data.max_prompt_tokens=0"),
-        ("bad_rows=maybe", "data.bad_rows='maybe'"),
+        ("bad_rows=maybe", "data.bad_rows='maybe': input should be 'error' or 'skip'. A row that"),
     ],
 )
 def test_wrong_keys_are_explained(

@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 
 from megatron_dapo.rollout.keep_rate import LARGEST_WAVE, missing_prompts
 from megatron_dapo.rollout.rollout_metrics import response_metrics
-from megatron_dapo.rollout.selection import FilterCounts, NotEnoughGroups, select_groups
+from megatron_dapo.rollout.selection import (
+    FilterCounts,
+    NotEnoughGroups,
+    right_histogram,
+    select_groups,
+)
 from megatron_dapo.types import Group, Prompt, Response, Reward
 from tests.unit.handed import Case, handed_cases
 
@@ -68,6 +73,14 @@ def test_shaped_reward_does_not_make_a_group_usable() -> None:
 def test_aborted_members_count_for_nothing(accuracies: list[float | None], field: str) -> None:
     counts = select_groups([[group("a", accuracies)]], 1).counts
     assert getattr(counts, field) == 1
+
+
+def test_partial_credit_is_not_right() -> None:
+    """As pass@k and the counts of an evaluation have it."""
+    half = group("half", [0.5, 0.5])
+    counts = select_groups([[half]], 1).counts
+    assert (counts.all_right, counts.all_wrong) == (0, 1)
+    assert right_histogram([half, group("one", [1.0, 0.5])]) == {0: 1, 1: 1}
 
 
 def test_without_dynamic_sampling_constant_groups_stay() -> None:
