@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import cycle
 from pathlib import Path
 
 from matplotlib import style
@@ -98,7 +99,7 @@ def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
 def _accuracy(axes: Axes, metrics: Metrics, heldout: Mapping[str, str]) -> None:
     axes.set_title("Accuracy")
     _line(axes, metrics, "reward/acc/mean", label="training prompts", color=BLUE)
-    for (source, name), color in zip(heldout.items(), PALETTE, strict=False):
+    for (source, name), color in zip(heldout.items(), cycle(PALETTE), strict=False):
         label = "held-out prompts" if len(heldout) == 1 else f"held out: {_literal(source)}"
         _line(axes, metrics, name, label=label, color=color, marker="o")
     axes.set_ylim(0, 1.02)

@@ -47,6 +47,17 @@ def test_a_run_that_has_only_been_evaluated_is_drawn(tmp_path: Path) -> None:
     assert write_report(tmp_path).is_file()
 
 
+def test_every_held_out_set_is_drawn() -> None:
+    from matplotlib.figure import Figure
+
+    from megatron_dapo.observability.curves import PALETTE, _accuracy
+
+    heldout = {f"set{n}": f"val-core/set{n}/acc/mean@1" for n in range(len(PALETTE) + 1)}
+    axes = Figure().subplots()
+    _accuracy(axes, {0: dict.fromkeys(heldout.values(), 0.5)}, heldout)
+    assert len(axes.lines) == len(heldout)
+
+
 def test_the_page_escapes_text_and_needs_nothing_from_outside(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     write_run(run_dir, 1)
