@@ -141,10 +141,21 @@ def start_train(
 ) -> RunningTrain:
     """Start a run in its own directory beside the start, and return at once."""
     folder = start.folder / name
-    mark = uuid.uuid4().hex
+    arguments = ("train", start.file, f"run_dir={folder}", *overrides)
     graded = start.folder / f"{name}.graded"
+    return start_command(*arguments, folder=folder, graded=graded, environment=environment)
+
+
+def start_command(
+    *arguments: object,
+    folder: Path,
+    graded: Path,
+    environment: Mapping[str, str] | None = None,
+) -> RunningTrain:
+    """Start a command that writes into `folder`, in a session of its own, and return at once."""
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        command_line("train", start.file, f"run_dir={folder}", *overrides),
+        command_line(*arguments),
         env=command_environment({MARK: mark, GRADED_FILE: str(graded)} | dict(environment or {})),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

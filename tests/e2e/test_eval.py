@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +14,11 @@ import pytest
 from megatron_dapo.observability.evaluation_files import evaluation_file
 from megatron_dapo.observability.run_files import read_lines
 from tests.e2e.conftest import TrainingRuns
-from tests.e2e.processes import MARK, RunningTrain
-from tests.e2e.rewards import GRADED_FILE
+from tests.e2e.processes import RunningTrain, start_command
 from tests.e2e.runs import (
     Run,
     Start,
     command,
-    command_environment,
-    command_line,
     make_start,
 )
 
@@ -112,18 +106,9 @@ def evaluation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTrai
 
 
 def start_eval(start: Start) -> RunningTrain:
-    out, graded, mark = start.folder / "out", start.folder / "graded", uuid.uuid4().hex
-    process = subprocess.Popen(
-        command_line("eval", start.file, "--out", out),
-        env=command_environment({MARK: mark, GRADED_FILE: str(graded)}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert process.pid != os.getpid()
-    return RunningTrain(out, process, mark, graded)
+    out = start.folder / "out"
+    arguments = ("eval", start.file, "--out", out)
+    return start_command(*arguments, folder=out, graded=start.folder / "graded")
 
 
 def test_ctrl_c_leaves_no_engine(evaluation: RunningTrain) -> None:
