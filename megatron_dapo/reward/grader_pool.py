@@ -86,7 +86,6 @@ class GraderPool:
 
     def start(self) -> None:
         """Start the workers; returns at once."""
-        self._directory.mkdir(parents=True, exist_ok=True)
         for _ in range(self._config.workers + SPARE):
             self._starter.submit(self._start_one)
 
@@ -156,17 +155,20 @@ class GraderPool:
         for attempt in range(START_TRIES):
             time.sleep(RETRY_SECONDS * attempt)
             started = time.monotonic()
-            process = GraderProcess(self._config, self._directory, self._log_file)
+            process = None
             try:
+                self._directory.mkdir(parents=True, exist_ok=True)  # it may have been cleared away
+                process = GraderProcess(self._config, self._directory, self._log_file)
                 with self._lock:
                     if self._closed:
                         raise GraderStartError("the grader pool is closed")
                     self._all.add(process)
                 isolated = process.wait_ready()
-            except (ValueError, GraderStartError) as error:
-                process.end()
+            except (OSError, ValueError, RuntimeError) as error:
+                if process is not None:
+                    process.end()
                 with self._lock:
-                    self._all.discard(process)
+                    self._all.difference_update([process] if process else [])
                     if self._closed:
                         return
                 problem = str(error)
@@ -191,9 +193,8 @@ class GraderPool:
             self._counts[str(reply.failure)] += 1
             first = not self.first_failures
             if len(self.first_failures) < MOST_TOLD:
-                self.first_failures.append(f"{reply.failure}: {reply.error}")
-        text = f"{reply.error}\n{reply.traceback}".strip()
-        text = text.encode(errors="backslashreplace").decode()
+                self.first_failures.append(_printable(f"{reply.failure}: {reply.error}"))
+        text = _printable(f"{reply.error}\n{reply.traceback}".strip())
         if first:
             logger.error(
                 "a grader failed (%s); its sample is masked and counted in reward/errors, and "
@@ -203,3 +204,8 @@ class GraderPool:
             )
         else:
             logger.debug("a grader failed (%s): %s", reply.failure, text)
+
+
+def _printable(text: str) -> str:
+    """`text` as any log takes it: half surrogate pairs as escapes."""
+    return text.encode(errors="backslashreplace").decode()

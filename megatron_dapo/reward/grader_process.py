@@ -57,6 +57,9 @@ class GraderProcess:
         config: what to import, and the limits.
         directory: where it runs.
         log_file: gets what the worker writes to standard output and error; None: nowhere.
+
+    Raises:
+        GraderStartError: no process can be started there.
     """
 
     def __init__(self, config: RewardConfig, directory: Path, log_file: Path | None) -> None:
@@ -65,16 +68,20 @@ class GraderProcess:
         self._buffer = bytearray()
         self._ending_lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
-        with theirs, (log_file or Path(os.devnull)).open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-P", str(WORKER), "--parent", str(os.getpid())],
-                stdin=theirs.fileno(),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=directory,
-                env=worker_environment(config, directory, os.environ),
-                start_new_session=True,
-            )
+        try:
+            with theirs, (log_file or Path(os.devnull)).open("ab") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-u", "-P", str(WORKER), "--parent", str(os.getpid())],
+                    stdin=theirs.fileno(),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=directory,
+                    env=worker_environment(config, directory, os.environ),
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._socket.close()
+            raise GraderStartError(f"a grader worker cannot be started: {error}") from error
 
     @property
     def pid(self) -> int:
@@ -137,7 +144,7 @@ class GraderProcess:
         if isinstance(value, bool):
             return GraderReply(value)
         if isinstance(value, dict) and value and all(_is_number(v) for v in value.values()):
-            return GraderReply({name: float(number) for name, number in value.items()})
+            return GraderReply(value)
         return GraderReply(failure="died", error="sent something else than a reply")
 
     def end(self) -> None:
@@ -170,7 +177,10 @@ class GraderProcess:
             self._buffer += chunk
         line, _, rest = self._buffer.partition(b"\n")
         self._buffer = rest
-        reply = json.loads(line)
+        try:
+            reply = json.loads(line)
+        except RecursionError as error:
+            raise ValueError("a reply that is nested too deeply") from error
         if not isinstance(reply, dict) or reply.get("id") != self._jobs:
             raise ValueError("sent something else than a reply")
         return reply
@@ -196,7 +206,7 @@ class GraderProcess:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, float | int) and math.isfinite(value)
+    return isinstance(value, float) and math.isfinite(value)  # a worker sends no int
 
 
 def worker_environment(

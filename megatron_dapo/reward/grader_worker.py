@@ -102,7 +102,7 @@ def _load(setup: Job) -> Call:
     sys.path[:] = cast(list[str], setup["path"])
     if setup["plugin"] is None:
         return _load_math_verify()
-    from megatron_dapo.reward.plugin import RewardMeta, load_plugin
+    from megatron_dapo.reward.plugin import RewardMeta, check_parts, load_plugin
 
     function = load_plugin(str(setup["plugin"]))
 
@@ -110,12 +110,20 @@ def _load(setup: Job) -> Call:
         meta = RewardMeta(**job["meta"])  # type: ignore[arg-type]
         result = function(str(job["prompt"]), str(job["response"]), str(job["answer"]), meta)
         named = dict(result) if isinstance(result, Mapping) else {"": result}
-        values = {str(name): float(value) for name, value in named.items()}
+        values = {str(name): _as_number(value) for name, value in named.items()}
         if not values or not math.isfinite(math.fsum(values.values())):
             raise ValueError(f"a reward function must return finite numbers, not {result!r:.200}")
+        check_parts(values)
         return values
 
     return call
+
+
+def _as_number(value: object) -> float:
+    """What a reward function returned; text is no number, even where it holds digits."""
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"a reward function must return numbers, not {value!r:.200}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _load_math_verify() -> Call:

@@ -31,11 +31,37 @@ class RewardFunction(Protocol):
     The name "accuracy" is not a part: it says how right the answer is (1 right, 0 wrong) and is
     what dynamic sampling filters on. Without it an answer is right when its score reaches
     `reward.correct`; with nothing else the score is `reward.correct` or `reward.incorrect`.
+    See `check_parts` for what is refused.
     """
 
     def __call__(
         self, prompt: str, response: str, answer: str, meta: RewardMeta
     ) -> float | Mapping[str, float]: ...
+
+
+RESERVED_PARTS = ("acc", "overlong")
+"""Parts are logged as reward/NAME/mean; these are there already."""
+
+
+def check_parts(values: Mapping[str, float]) -> None:
+    """Refuse what would be taken for something else.
+
+    Args:
+        values: what a reward function returned, by name; finite.
+
+    Raises:
+        ValueError: an accuracy that is no share, or a part that has the name of another metric.
+    """
+    if not 0 <= values.get("accuracy", 0.0) <= 1:
+        raise ValueError(
+            f"accuracy={values['accuracy']:g} of a reward function: must lie between 0, wrong, and "
+            "1, right. Give a reward under another name"
+        )
+    if taken := [name for name in RESERVED_PARTS if name in values]:
+        raise ValueError(
+            f"a reward function returned a part {taken[0]!r}, but reward/{taken[0]}/mean is a "
+            "metric of ours. The share that is right is called 'accuracy'; else choose another name"
+        )
 
 
 def load_plugin(path: str) -> RewardFunction:

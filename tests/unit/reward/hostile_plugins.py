@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from types import FrameType
 
 from megatron_dapo.reward.plugin import RewardMeta
 
@@ -111,12 +112,33 @@ def read_input(_: str) -> float:
 
 def forge(_: str) -> float:
     """Write to whatever is open."""
+    _write_everywhere(b'{"id": "x"}\n')
+    return 1.0
+
+
+def forge_depth(_: str) -> float:
+    """A reply that takes a parser deeper than it can go."""
+    _write_everywhere(b"[" * 200_000 + b"\n")
+    return 1.0
+
+
+def forge_size(_: str) -> float:
+    """The right reply, but for a number that no float holds."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and "job" not in frame.f_locals:
+        frame = frame.f_back
+    assert frame is not None
+    number = frame.f_locals["job"]["id"]
+    _write_everywhere(b'{"id": %d, "value": {"": 1%s}}\n' % (number, b"0" * 400))
+    return 1.0
+
+
+def _write_everywhere(line: bytes) -> None:
     for descriptor in range(3, 64):
         try:
-            os.write(descriptor, b'{"id": "x"}\n')
+            os.write(descriptor, line)
         except OSError:
             continue
-    return 1.0
 
 
 def connect(address: str) -> dict[str, float]:
@@ -178,6 +200,8 @@ DEEDS = {
         say,
         read_input,
         forge,
+        forge_depth,
+        forge_size,
         connect,
         look_for,
         see,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -52,3 +53,9 @@ async def later(prompt: str, response: str, answer: str, meta: RewardMeta) -> fl
 
 
 number = 3
+
+
+def named(prompt: str, response: str, answer: str, meta: RewardMeta) -> dict[str, float]:
+    """Whatever the response holds as JSON."""
+    found: dict[str, float] = json.loads(response)
+    return found

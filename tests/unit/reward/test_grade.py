@@ -102,6 +102,30 @@ def test_a_failing_plugin_means_not_graded_and_is_counted(
     assert len(caplog.records) == 1 and "ValueError" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("parts", "told"),
+    [
+        ('{"accuracy": -1, "form": 1}', "accuracy=-1"),
+        ('{"accuracy": 1.5}', "between 0, wrong, and 1, right"),
+        ('{"score": 1, "acc": 1}', "is called 'accuracy'"),
+        ('{"accuracy": 1, "predicted": "12"}', "must return numbers, not '12'"),
+        ('"1"', "must return numbers, not '1'"),
+        ("null", "TypeError"),
+        ("[1.0]", "TypeError"),
+        ("{}", "finite numbers"),
+        ('{"accuracy": 1, "overlong": -0.5}', "reward/overlong/mean is a metric of ours"),
+    ],
+)
+def test_parts_that_would_be_taken_for_something_else_are_refused(
+    parts: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = [response(parts), response('{"accuracy": 0.5, "form": 0.25}')]
+    with caplog.at_level(logging.ERROR):
+        refused, taken = grade_all(tmp_path, answers, plugin=PLUGINS + "named")
+    assert refused.accuracy is None and told in caplog.text
+    assert (taken.accuracy, taken.score, taken.parts) == (0.5, 0.25, {"form": 0.25})
+
+
 SAME_VALUE = {  # response's last line -> right for the truth 7?
     "Answer: 7": True,
     r"Answer: $\sqrt{49}$": True,

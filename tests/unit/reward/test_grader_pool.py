@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -77,6 +78,8 @@ FAILURES = {
     "crash": "died",
     "exit_hard": "died",
     "forge": "died",
+    "forge_depth": "died",
+    "forge_size": "died",
     "leave": "raised",
     "fail x": "raised",
     "fail unprintable": "raised",
@@ -274,6 +277,35 @@ def test_workers_that_can_no_longer_start_end_the_wait(
             pool.call(job("x"))
     finally:
         pool.close()
+
+
+def test_workers_start_again_after_their_folders_were_cleared_away(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    pool = GraderPool(CONFIG, logs / "graders", logs / "graders.log")
+    pool.start()
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            for _ in range(2 * (CONFIG.workers + 1)):
+                shutil.rmtree(logs, ignore_errors=True)
+                reply = threads.submit(pool.call, job("exit_hard")).result(timeout=20)
+                assert reply.failure == "died"
+        finally:
+            pool.close()
+
+
+def test_workers_that_have_no_place_to_start_end_the_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_dapo.reward.grader_pool.RETRY_SECONDS", 0.01)
+    (tmp_path / "logs").write_text("a file where a folder belongs")
+    pool = GraderPool(CONFIG, tmp_path / "logs" / "graders")
+    pool.start()
+    with ThreadPoolExecutor(1) as threads:
+        try:
+            with pytest.raises(GraderStartError, match=r"3 times.*Not a directory"):
+                threads.submit(pool.call, job("x")).result(timeout=20)
+        finally:
+            pool.close()
 
 
 PARENT = """
