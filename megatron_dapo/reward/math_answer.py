@@ -196,6 +196,8 @@ _NOT_UNITS = frozenset(
     ]
 )
 _SHORT_UNITS = frozenset("mgsL")
+_APART = re.compile(r"(?<=[0-9])\s+(?=[0-9])(?![0-9]{3}(?![0-9]))")
+"""Blanks between two numbers, not before thousands: 3 1/2 is not 31/2."""
 _SEVERAL = re.compile(r",(?![0-9]{3})|;|\band\b|\bor\b")
 
 
@@ -268,4 +270,4 @@ def _number(text: str) -> Fraction | None:
 def _canonical(text: str) -> str:
     """Normal spelling of an answer that is not a number."""
     plain = _ROOT_SHORT.sub(r"\\sqrt{\1}", _plain(text)).split("=")[-1]
-    return "".join(plain.split()).rstrip(".")
+    return "".join(_APART.sub("|", plain).split()).rstrip(".")

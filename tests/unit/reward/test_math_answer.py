@@ -296,3 +296,20 @@ def test_many_threads_grade_at_once() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(grade, range(2000)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        ("31/2", "3 1/2", False),
+        ("3 1/2", "3 1/2", True),
+        ("$3\\ 1/2$", "3 1/2", True),
+        ("12", "1 2", False),
+        ("1000000", "1 000 000", True),
+        ("x^2 + 1", "x^2+1", True),
+    ],
+)
+def test_blanks_hold_numbers_apart_unless_they_mark_thousands(
+    answer: str, truth: str, right: bool
+) -> None:
+    assert verify_answer(f"Answer: {answer}", truth).correct is right
