@@ -150,12 +150,14 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, object]]:
 def _batch_rows(batch: pyarrow.RecordBatch) -> Iterator[object]:
     try:
         yield from batch.to_pylist()
-    except UnicodeDecodeError:  # in some row
+    except (ValueError, OverflowError):  # in some row
         for number in range(batch.num_rows):
             try:
                 yield from batch.slice(number, 1).to_pylist()
             except UnicodeDecodeError as error:
                 yield _Bad("encoding", f"not UTF-8 ({error})")
+            except (ValueError, OverflowError) as error:  # a date that Python has none for
+                yield _Bad("json", f"a value cannot be read ({error})")
 
 
 def _row(line: int, values: object, columns: Columns) -> Row:

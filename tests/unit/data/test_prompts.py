@@ -205,6 +205,16 @@ def test_text_of_a_parquet_file_that_is_no_utf_8_is_a_bad_row(tmp_path: Path) ->
     assert [prompt.text for prompt in loaded.prompts] == ["a", "c"]
 
 
+def test_a_parquet_value_that_python_has_none_for_is_a_bad_row(tmp_path: Path) -> None:
+    when = pyarrow.array([0, 2**62], pyarrow.timestamp("us"))
+    path = tmp_path / "train.parquet"
+    table = pyarrow.table({"prompt": ["a", "b"], "answer": ["1", "2"], "when": when})
+    pyarrow.parquet.write_table(table, path)
+    loaded = load(path, bad_rows="skip")
+    assert [(bad.line, bad.reason) for bad in loaded.report.bad] == [(2, "json")]
+    assert [prompt.text for prompt in loaded.prompts] == ["a"]
+
+
 def test_a_damaged_parquet_file_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
     table = pyarrow.table({"prompt": [f"{n} + {n}?" for n in range(5000)], "answer": ["1"] * 5000})
