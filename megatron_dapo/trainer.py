@@ -312,16 +312,17 @@ class Trainer:
         """Write the Hugging Face folder and the report. Collective."""
         self.watchdog.enter(self.config.training.steps, "export")
         if self.config.checkpoint.export_hf:
-            stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
-            write_hf_folder(
-                stream,
-                self.config.model.path,
-                self.config.run_dir / HF_FOLDER,
-                expected=stream.tensors,
-                dtype=stream.dtype,
-                tokenizer_folder=self.config.model.tokenizer,
-                overwrite=True,
-            )
+            with SignalsHeld():
+                stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
+                write_hf_folder(
+                    stream,
+                    self.config.model.path,
+                    self.config.run_dir / HF_FOLDER,
+                    expected=stream.tensors,
+                    dtype=stream.dtype,
+                    tokenizer_folder=self.config.model.tokenizer,
+                    overwrite=True,
+                )
         if self.parallel.rank == 0:
             note_completion(self.config, self.checkpoints.saved_step)
         if self.rollouts is not None:

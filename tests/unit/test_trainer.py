@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import JsonValue
 
+from megatron_dapo import trainer as trainer_module
 from megatron_dapo.checkpoint.state import Restored
 from megatron_dapo.observability.watchdog import Watchdog
-from megatron_dapo.parallel.stop import StopRequest
+from megatron_dapo.parallel.stop import SIGNALS, StopRequest
 from megatron_dapo.policy.trained_model import SkippedUpdates
 from megatron_dapo.rollout.engine import EngineError, EngineUnavailable
 from megatron_dapo.rollout.event_loop import Interrupted
@@ -360,3 +363,24 @@ def test_without_evaluation_no_engine_is_asked(alone: Alone) -> None:
     assert trainer.evaluate(2) == {}
     assert not rollouts.asked
     assert not trainer.owed
+
+
+def test_a_signal_to_every_process_does_not_end_the_one_that_checks_the_export(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[set[int]] = []
+
+    def write(*_: object, **__: object) -> None:
+        held.append({int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+
+    def stream(*_: object) -> SimpleNamespace:
+        return SimpleNamespace(tensors={}, dtype=None)
+
+    monkeypatch.setattr(trainer_module, "export_stream", stream)
+    monkeypatch.setattr(trainer_module, "write_hf_folder", write)
+    trainer = diary(alone, every=0)
+    trainer.policy = SimpleNamespace(chunks=[])  # type: ignore[assignment]
+    trainer.parallel = SimpleNamespace(rank=1)  # type: ignore[assignment]
+    Trainer.finish(trainer)
+    assert [numbers >= SIGNALS for numbers in held] == [True]
+    assert not SIGNALS & signal.pthread_sigmask(signal.SIG_BLOCK, ())
