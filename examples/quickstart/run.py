@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megatron_dapo.checkpoint.completion import HF_FOLDER
 from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.observability.report import CURVE_FILE, REPORT_FILE, heldout_sets
 from megatron_dapo.observability.run_files import METRICS_FILE, SAMPLES_FILE, read_metrics
@@ -49,7 +50,7 @@ def summarise(config: RunConfig) -> int:
         "curves": run_dir / CURVE_FILE,
         "report": run_dir / REPORT_FILE,
         "samples": run_dir / SAMPLES_FILE,
-        "model": run_dir / "hf",
+        "model": run_dir / HF_FOLDER,
     }.items():
         print(f"{what:8} {os.path.relpath(where)}")
     metrics = read_metrics(run_dir / METRICS_FILE)

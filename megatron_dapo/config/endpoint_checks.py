@@ -10,6 +10,7 @@ from megatron_dapo.config.resharding_checks import MEETS_ON_LOOPBACK
 from megatron_dapo.config.schema import RunConfig
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""That no other machine reaches."""
 EVERYWHERE = ("0.0.0.0", "::")
 RUN_SCRIPT = "examples/qwen32b/run.sh"
 

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import httpx
 import pydantic
 
+from megatron_dapo.config.endpoint_checks import LOOPBACK_HOSTS
+
 if TYPE_CHECKING:
     from megatron_dapo.data.tokenizer import Message
 
 AnswerT = TypeVar("AnswerT", bound=pydantic.BaseModel)
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
 ATTEMPTS = 5
 FIRST_BACKOFF_SECONDS = 0.5
 CONNECT_SECONDS = 10.0

@@ -10,11 +10,11 @@ from typing import TypeVar
 import httpx
 import pydantic
 
+from megatron_dapo.config.endpoint_checks import LOOPBACK_HOSTS
 from megatron_dapo.rollout.engine import EngineError, EngineFault, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]", "::1")
 ATTEMPTS = 5
 FIRST_BACKOFF_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
