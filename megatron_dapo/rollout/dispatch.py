@@ -88,7 +88,10 @@ class Dispatcher:
     async def _take(self, *, first: bool) -> _Place:
         """A place on the least loaded engine, once one is free; in the order of asking."""
         mine: asyncio.Future[_Place] = asyncio.get_running_loop().create_future()
-        (self._waiting.appendleft if first else self._waiting.append)(mine)
+        if first:
+            self._waiting.appendleft(mine)
+        else:
+            self._waiting.append(mine)
         self._hand_out()
         try:
             return await mine
@@ -129,7 +132,9 @@ class Dispatcher:
             place.lost = error
             logger.error(
                 "engine %d is lost, its %d requests go elsewhere: %s",
-                *(place.number, place.load, error),
+                place.number,
+                place.load,
+                error,
             )
 
     def _none_left(self) -> EngineUnavailable:

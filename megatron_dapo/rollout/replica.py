@@ -84,7 +84,10 @@ class Replica:
 
     def make_room(self, room: bool) -> None:
         """The trainers leave their device to the engines, or want it back."""
-        (self._room.set if room else self._room.clear)()
+        if room:
+            self._room.set()
+        else:
+            self._room.clear()
 
     def replace(self, reason: str) -> None:
         """A fresh engine instead of this one, which is not to blame: it costs no restart."""
@@ -202,7 +205,9 @@ class Replica:
             await self._retire(old)
             logger.warning(
                 "%s; restart %d of rollout.max_restarts=%d %s",
-                *(reason, self._budget.spent, self._budget.allowed),
+                reason,
+                self._budget.spent,
+                self._budget.allowed,
                 f"in {wait:g} s" if self.server is not None else "once it answers again",
             )
             try:
