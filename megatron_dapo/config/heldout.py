@@ -20,7 +20,7 @@ class HeldoutFile:
     data: DataConfig
     """How the rows are read; `data.heldout` is the file."""
     reward: RewardConfig
-    """With the answer style of this set."""
+    """With the answer style of this set, and without length shaping."""
     samples_per_prompt: int
     temperature: float
     top_p: float
@@ -60,7 +60,8 @@ def _resolve(config: RunConfig, key: str, name: str | None, heldout: EvaluationS
         key=key,
         name=name,
         data=config.data.model_copy(update=data),
-        reward=config.reward.model_copy(update={"style": style}),
+        # Nobody trains on it, so no length is punished: any limit of tokens may be evaluated.
+        reward=config.reward.model_copy(update={"style": style, "overlong_buffer_tokens": 0}),
         samples_per_prompt=heldout.samples_per_prompt or evaluation.samples_per_prompt,
         temperature=_either(heldout.temperature, evaluation.temperature),
         top_p=_either(heldout.top_p, evaluation.top_p),

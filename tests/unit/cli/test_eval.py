@@ -297,3 +297,12 @@ def test_responses_that_no_grader_took_are_told(
     told = capsys.readouterr().err
     assert "sums: 12 of 12 responses were not graded and count as wrong" in told
     assert "could not convert string to float" in told
+
+
+def test_a_limit_of_tokens_below_the_overlong_buffer_of_training_may_be_evaluated(
+    tmp_path: Path, file: Path
+) -> None:
+    shorter = ("rollout.max_response_tokens=8", "reward.overlong_buffer_tokens=16")
+    assert evaluate(file, *sets(tmp_path), *shorter) == 0
+    rows = read_lines(tmp_path / "run" / "eval" / "start" / "samples.jsonl")
+    assert {row["reward/overlong"] for row in rows} == {0.0}
