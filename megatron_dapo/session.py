@@ -23,6 +23,7 @@ from megatron_dapo.checkpoint.header import read_state
 from megatron_dapo.checkpoint.identity import check_identity, run_identity
 from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.checkpoint.run_lock import RunLock
+from megatron_dapo.checkpoint.state import require_critic
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.config.endpoint_checks import missing_endpoints
 from megatron_dapo.config.load import save_resolved
@@ -226,6 +227,8 @@ def _open_rollouts(
         identity = run_identity(run.config, rollouts.prompts_fingerprint)
         if run.start_from is not None:
             check_identity(run.start_from, identity)
+            if run.config.advantage.estimator == "gae":
+                require_critic(run.start_from)
             waiting = read_state(run.start_from, ROLLOUT)
             if waiting is not None:  # weights alone have none
                 rollouts.check_state_dict(cast(dict[str, JsonValue], waiting))

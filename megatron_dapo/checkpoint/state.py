@@ -28,6 +28,7 @@ from megatron_dapo.checkpoint.header import (
     read_states,
     state_files,
 )
+from megatron_dapo.checkpoint.pickled_parts import refuse_code
 from megatron_dapo.checkpoint.random_states import (
     dump_random_states,
     random_file,
@@ -35,6 +36,7 @@ from megatron_dapo.checkpoint.random_states import (
 )
 from megatron_dapo.checkpoint.save import StagedSave, write_save
 from megatron_dapo.checkpoint.tensors import stage_tensors
+from megatron_dapo.config import ConfigError
 from megatron_dapo.config.checkpoint import CheckpointConfig
 from megatron_dapo.parallel.context import ParallelContext
 
@@ -156,8 +158,8 @@ def load_checkpoint(
 
     Raises:
         RuntimeError: on every rank: the checkpoint is incomplete or damaged.
-        ConfigError: another version of this package wrote it in another format.
-        ValueError: its optimizer cannot be cut for this layout, or it has no critic.
+        ConfigError: another version of this package wrote it in another format; reading it might
+            run foreign code; its optimizer cannot be cut for this layout; or it has no critic.
     """
     faults = damage_found_together(checkpoint, parallel.control_group) if verify else []
     if faults:
@@ -165,13 +167,12 @@ def load_checkpoint(
     header = read_header(checkpoint)
     if optimizer is not None:
         _check_optimizers(header.optimizers, optimizer, checkpoint)
-    if critic is not None and not (checkpoint / CRITIC).is_dir():
-        raise ValueError(
-            f"{checkpoint} holds no critic: it was saved without advantage.estimator=gae. Resume "
-            "with the estimator it was trained with, or start from its weights in a new run_dir"
-        )
+    if critic is not None:
+        require_critic(checkpoint)
+    refuse_code(checkpoint / TENSORS)
     _load_tensors(checkpoint / TENSORS, chunks, optimizer)
     if critic is not None:
+        refuse_code(checkpoint / CRITIC)
         _load_tensors(checkpoint / CRITIC, critic.chunks, critic.optimizer)
     same_layout = header.layout == _layout(parallel, len(chunks))
     if same_layout:
@@ -182,6 +183,19 @@ def load_checkpoint(
         )
     dist.barrier(group=parallel.control_group)
     return Restored(header.step, read_states(checkpoint), same_layout)
+
+
+def require_critic(checkpoint: Path) -> None:
+    """Refuse to resume a critic from a checkpoint without one.
+
+    Raises:
+        ConfigError: it holds an optimizer, but no critic.
+    """
+    if holds_optimizer(checkpoint) and not (checkpoint / CRITIC).is_dir():
+        raise ConfigError(
+            f"advantage.estimator=gae: {checkpoint} holds no critic, it was saved with another "
+            "estimator. Resume with that one, or start from its weights in a new run_dir"
+        )
 
 
 def holds_optimizer(checkpoint: Path) -> bool:
@@ -283,9 +297,9 @@ def _separate_steps(adam: torch.optim.Optimizer) -> None:
 def _check_optimizers(saved: int, optimizer: ChainedOptimizer, checkpoint: Path) -> None:
     built = len(optimizer.chained_optimizers)
     if saved == 0:
-        raise ValueError(f"{checkpoint} holds weights alone; it cannot resume an optimizer")
+        raise ConfigError(f"{checkpoint} holds weights alone; it cannot resume an optimizer")
     if saved != built:
-        raise ValueError(
+        raise ConfigError(
             f"{checkpoint} holds {saved} optimizers (dense and expert weights apart with "
             f"parallel.expert > 1, together without), this layout has {built}: resume with "
             "parallel.expert > 1 on both sides or on neither, or start from its weights alone"

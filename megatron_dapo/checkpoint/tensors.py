@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from megatron_dapo import device
 from megatron_dapo.checkpoint.durable_files import DurableFile, FileRecord, write_durably
+from megatron_dapo.checkpoint.pickled_parts import METADATA_FILE
 
 device.install_cpu_support()
 
@@ -41,7 +42,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
     mcore_to_pyt_state_dict,
 )
 
-METADATA_FILE = ".metadata"
 Places = dict[MetadataIndex, _StorageInfo]
 """Where each piece of a tensor lies."""
 

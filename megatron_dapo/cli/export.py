@@ -84,7 +84,7 @@ def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
         config: names the model's folder (configuration, tokenizer) and the dtype to write.
 
     Raises:
-        ConfigError: a file of the checkpoint is damaged.
+        ConfigError: a file of the checkpoint is damaged, or reading it might run foreign code.
         ValueError: the checkpoint is not of the model in `config.model.path`, or `out` exists.
     """
     # Imported here: the other answers of this command need neither torch nor transformers.
@@ -92,17 +92,17 @@ def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
     from transformers import AutoConfig
 
     from megatron_dapo.checkpoint.export import check_paths, write_hf_folder
+    from megatron_dapo.checkpoint.pickled_parts import METADATA_FILE, refuse_code
     from megatron_dapo.resharding.saved_weights import saved_weights
 
     source = config.model.path
     check_paths(source, out)
     hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
+    _verify(checkpoint, [f"{TENSORS}/{METADATA_FILE}"])
+    refuse_code(checkpoint / TENSORS)
     stream = saved_weights(checkpoint / TENSORS, hf_config, dtype=dtype)
-    try:
-        verify_files(checkpoint, [n for n in read_manifest(checkpoint) if n.startswith(TENSORS)])
-    except RuntimeError as error:
-        raise ConfigError(str(error)) from error
+    _verify(checkpoint, [name for name in read_manifest(checkpoint) if name.startswith(TENSORS)])
     write_hf_folder(
         stream,
         source,
@@ -111,6 +111,13 @@ def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
         dtype=dtype,
         tokenizer_folder=config.model.tokenizer,
     )
+
+
+def _verify(checkpoint: Path, names: list[str]) -> None:
+    try:
+        verify_files(checkpoint, names)
+    except RuntimeError as error:
+        raise ConfigError(str(error)) from error
 
 
 def find_checkpoint(path: Path, key: str = "CHECKPOINT") -> tuple[Path, Path]:

@@ -171,3 +171,11 @@ def test_a_step_of_more_prompts_than_there_are_is_told_at_the_start(
     opened(tmp_path, alone, states={})
     told = r"rollout\.prompts_per_step=3: data\.train=.* has 1 prompts\. .* 3\.0 times or more"
     assert re.search(told, caplog.text)
+
+
+def test_a_critic_that_was_never_saved_is_refused_before_engines_start(
+    tmp_path: Path, alone: Alone, started: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"^advantage\.estimator=gae: .* holds no critic"):
+        opened(tmp_path, alone, "advantage.estimator=gae", states={"rollout": {}})
+    assert started == []
