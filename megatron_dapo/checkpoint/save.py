@@ -18,7 +18,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_dapo.checkpoint.commit import commit, unfinished_folder
-from megatron_dapo.checkpoint.durable_files import FileRecord, content_faults, write_durably
+from megatron_dapo.checkpoint.durable_files import (
+    FileRecord,
+    content_faults,
+    sync_directory,
+    write_durably,
+)
 from megatron_dapo.checkpoint.retention import remove_old
 from megatron_dapo.checkpoint.tensors import (
     Places,
@@ -93,7 +98,9 @@ def write_save(staged: StagedSave, settings: CheckpointConfig, group: ProcessGro
 def _make_room(staged: StagedSave, needed: int) -> None:
     """Fresh folders for the save, where the disk has room for all of it."""
     unfinished = unfinished_folder(staged.folder, staged.step)
-    staged.folder.mkdir(parents=True, exist_ok=True)
+    if not staged.folder.is_dir():
+        staged.folder.mkdir(parents=True)
+        sync_directory(staged.folder.parent)
     if unfinished.exists():
         shutil.rmtree(unfinished)
     free = shutil.disk_usage(staged.folder).free
