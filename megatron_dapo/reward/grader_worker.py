@@ -26,6 +26,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 LONGEST_TRACEBACK = 8192
 """Characters of a traceback that are sent back, its end."""
 NO_FORMULA = (
@@ -42,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process that must be alive")
     parent: int = parser.parse_args().parent
+    _outlive_stop_signals()
     channel = _take_channel()
     with channel.makefile("rb") as lines:
         setup = json.loads(lines.readline() or "null")
@@ -63,6 +65,32 @@ def main() -> None:
             for line in lines:
                 _limit_cpu(setup["cpu_seconds"])
                 _send(channel, _attempt(calls[0], json.loads(line)))
+
+
+def _outlive_stop_signals() -> None:
+    """SLURM signals every process of a step, and the trainers still need their graders then.
+
+    What the calls start must be as usual: exec ends handlers (not so ignored signals), and a fork
+    gets the usual ones before it hears any.
+    """
+
+    def hear(handler: Callable[..., None] | signal.Handlers) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, handler)
+
+    def mask(how: int) -> None:
+        signal.pthread_sigmask(how, STOP_SIGNALS)
+
+    def begin_as_usual() -> None:
+        hear(signal.SIG_DFL)
+        mask(signal.SIG_UNBLOCK)
+
+    hear(lambda *_: None)
+    os.register_at_fork(
+        before=lambda: mask(signal.SIG_BLOCK),
+        after_in_parent=lambda: mask(signal.SIG_UNBLOCK),
+        after_in_child=begin_as_usual,
+    )
 
 
 def _take_channel() -> socket.socket:

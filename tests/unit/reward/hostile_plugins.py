@@ -50,6 +50,17 @@ def fork_and_return(_: str) -> float:
     return 1.0
 
 
+def stop_children(_: str) -> dict[str, float]:
+    """A child that forks and one that execs end by SIGTERM, as without a worker around them."""
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(600)
+    os.kill(forked, signal.SIGTERM)
+    started = subprocess.Popen(["sleep", "600"])
+    started.terminate()
+    return {"forked": float(os.waitpid(forked, 0)[1]), "started": float(started.wait())}
+
+
 def leave_a_child(file: str) -> float:
     """A grandchild in a session of its own, which writes its number and lives on; then hang."""
     if os.fork() == 0:
@@ -189,6 +200,7 @@ DEEDS = {
         hang_in_c,
         ignore_signals,
         fork_and_return,
+        stop_children,
         leave_a_child,
         fork_for_ever,
         allocate,

@@ -219,6 +219,22 @@ def test_a_worker_killed_from_outside_loses_one_sample_and_none_is_answered_twic
     assert pool.take_counts()["reward/worker_restarts"] >= ends["died"]
 
 
+def test_signals_to_every_process_of_a_job_step_cost_no_sample(pool: GraderPool) -> None:
+    pool.call(job("x"))
+    wait_until(lambda: len(pool.worker_pids()) == 3)
+    workers = pool.worker_pids()
+    with ThreadPoolExecutor(2) as threads:
+        replies = [threads.submit(pool.call, job("sleep 0.3")) for _ in range(2)]
+        time.sleep(0.1)
+        for pid in workers:
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGTERM)
+        assert [reply.result().value for reply in replies] == [{"": 1.0}] * 2
+    assert pool.worker_pids() == workers
+    stopped = {"forked": float(signal.SIGTERM), "started": -float(signal.SIGTERM)}
+    assert pool.call(job("stop_children")).value == stopped
+
+
 def test_an_idle_worker_that_died_costs_no_sample(pool: GraderPool) -> None:
     pool.call(job("x"))
     wait_until(lambda: len(pool.worker_pids()) == 3)
