@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pyarrow
@@ -12,6 +11,7 @@ import pyarrow.parquet
 
 from megatron_dapo.data.rows import Row
 from megatron_dapo.data.selection import PromptReport
+from megatron_dapo.observability.run_files import whole_file
 
 Json = dict[str, object]
 SUFFIXES = (".parquet", ".jsonl")
@@ -77,33 +77,22 @@ def check_report_file(path: Path | None) -> None:
 
 def write_rows(path: Path, rows: Sequence[Json]) -> None:
     """Write a .parquet or .jsonl file that is either whole or not there."""
-
-    def write(partial: Path) -> None:
+    with whole_file(path) as draft:
         if path.suffix == ".parquet":
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), partial)
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), draft)
         else:
-            partial.write_text(_json_lines(rows), encoding="utf-8")
-
-    _whole(path, write)
+            draft.write_text(_json_lines(rows), encoding="utf-8")
 
 
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file that is either whole or not there; an older one is replaced."""
     text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    _whole(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    with whole_file(path) as draft:
+        draft.write_text(text, encoding="utf-8")
 
 
 def _json_lines(rows: Iterable[Json]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def _whole(path: Path, write: Callable[[Path], object]) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def report_content(report: PromptReport) -> Json:

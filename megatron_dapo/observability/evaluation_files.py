@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from megatron_dapo.observability.run_files import whole_file
 from megatron_dapo.observability.samples import sample_row
 from megatron_dapo.types import Group
 
@@ -29,12 +30,9 @@ def write_samples(path: Path, step: int, sets: Sets) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-
-    def write(file: TextIO) -> None:
+    with _draft_of(path) as file:
         for row in _rows(step, sets):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    _whole(path, write)
 
 
 def write_report(path: Path, content: Mapping[str, object]) -> None:
@@ -43,12 +41,9 @@ def write_report(path: Path, content: Mapping[str, object]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-
-    def write(file: TextIO) -> None:
+    with _draft_of(path) as file:
         json.dump(content, file, indent=1, ensure_ascii=False)
         file.write("\n")
-
-    _whole(path, write)
 
 
 def _rows(step: int, sets: Sets) -> Iterator[dict[str, object]]:
@@ -59,12 +54,8 @@ def _rows(step: int, sets: Sets) -> Iterator[dict[str, object]]:
                 yield {"set": name, **row, "seed": response.seed}
 
 
-def _whole(path: Path, write: Callable[[TextIO], None]) -> None:
+@contextmanager
+def _draft_of(path: Path) -> Iterator[TextIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.unfinished")
-    try:
-        with draft.open("w", encoding="utf-8", errors="replace") as file:
-            write(file)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole_file(path) as draft, draft.open("w", encoding="utf-8", errors="replace") as file:
+        yield file

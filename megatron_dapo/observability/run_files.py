@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -108,13 +109,25 @@ def read_run_record(run_dir: Path) -> dict[str, str]:
 
 def write_run_record(run_dir: Path, record: Mapping[str, str]) -> None:
     """Replace run.json in one rename: a crash leaves the old or the new one, also the machine's."""
-    draft = run_dir / f"{RUN_FILE}.new"
-    with draft.open("w", encoding="utf-8") as file:
+    with whole_file(run_dir / RUN_FILE) as draft, draft.open("w", encoding="utf-8") as file:
         file.write(json.dumps(dict(record), indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    draft.replace(run_dir / RUN_FILE)
     sync_directory(run_dir)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """A draft to write, which takes the place of `path` in one rename where the block ends well.
+
+    Readers see the old file or the new one. After a failure the old one is left, and no draft.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
+    try:
+        yield draft
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_dapo.observability.run_files import whole_file
+
 logger = logging.getLogger(__name__)
 
 PROGRESS = "progress"
@@ -207,6 +209,5 @@ class _Seen:
 
 
 def _replace(path: Path, text: str) -> None:
-    draft = path.with_suffix(f".{os.getpid()}")
-    draft.write_text(text)
-    draft.replace(path)
+    with whole_file(path) as draft:
+        draft.write_text(text)

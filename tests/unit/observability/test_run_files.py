@@ -11,6 +11,7 @@ from megatron_dapo.observability.run_files import (
     read_metrics,
     read_run_record,
     read_samples,
+    whole_file,
     write_run_record,
 )
 from tests.unit.handed import Case, handed_cases
@@ -84,6 +85,21 @@ def test_a_disk_without_room_is_an_error_of_the_system() -> None:
         append_line(Path("/dev/full"), {"step": 1})
 
 
+def test_a_file_is_replaced_whole_or_left_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="half-way"), whole_file(path) as draft:
+        draft.write_text("ne")
+        raise RuntimeError("half-way")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+    with whole_file(path) as draft:
+        draft.write_text("new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_the_run_record_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     assert read_run_record(tmp_path) == {}
     write_run_record(tmp_path, {"wandb_id": "one"})
@@ -132,4 +148,5 @@ def test_the_run_record_is_on_the_disk_before_it_takes_the_old_ones_name(
     monkeypatch.setattr(os, "fsync", flushed)
     monkeypatch.setattr(Path, "replace", replaced)
     write_run_record(tmp_path, {"wandb_id": "abc"})
-    assert events == ["flush run.json.new", "rename", f"flush {tmp_path.name}"]
+    draft = f".run.json.{os.getpid()}.draft"
+    assert events == [f"flush {draft}", "rename", f"flush {tmp_path.name}"]
