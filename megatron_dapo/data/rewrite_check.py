@@ -38,6 +38,15 @@ LEAST_KEPT = 0.6
 """Share of the original problem's words that must be in the rewritten one."""
 HARMLESS_NUMBERS = frozenset(["0", "1"])
 """That conditions may bring: "positive", "greater than 1", "\\gcd(m,n)=1"."""
+DECISIVE_WORDS = frozenset(
+    [
+        *("not", "no", "never", "without", "except", "only", "exactly", "least", "most"),
+        *("maximum", "minimum", "maximal", "minimal", "largest", "smallest", "greatest"),
+        *("longest", "shortest", "fewer", "less", "more", "greater", "even", "odd", "distinct"),
+        *("different", "negative", "nonnegative", "increasing", "decreasing", "inside", "outside"),
+    ]
+)
+"""Another problem without them. Words that our conditions bring too, such as prime, are none."""
 _HEADING = re.compile(
     rf"^[#* \t]*({'|'.join(SECTIONS)})[* \t]*(?::[* \t]*|$)", re.IGNORECASE | re.MULTILINE
 )
@@ -217,6 +226,8 @@ def _check_kept(problem: str, rewritten: str) -> None:
     if lost := list(_numbers(problem) - _numbers(rewritten)):
         raise RewriteError("changed", f"numbers of the problem are missing: {', '.join(lost)}")
     before, after = Counter(question_words(problem)), Counter(question_words(rewritten))
+    if gone := [word for word in before - after if word in DECISIVE_WORDS]:
+        raise RewriteError("changed", f"words of the problem are missing: {', '.join(gone)}")
     kept = (before & after).total() / max(before.total(), 1)
     if kept < LEAST_KEPT:
         raise RewriteError("changed", f"only {kept:.0%} of the problem's words are kept")

@@ -105,3 +105,24 @@ def test_an_unreduced_fraction_is_ambiguous() -> None:
 def test_thoughts_before_the_headings_do_not_count() -> None:
     sections = read_sections(f"<think>\nFinal answer: 7</think>\n{GOOD}")
     assert sections["Final answer"] == "19"
+
+
+@pytest.mark.parametrize(("old", "new"), [("largest", "smallest"), ("distinct ", ""), ("not ", "")])
+def test_a_word_that_decides_on_the_answer_must_stay(old: str, new: str) -> None:
+    problem = (
+        "Of all squares that are not red, with four distinct corners on a circle of radius "
+        "$\\sqrt{6}-1$, what is the area of the largest, increased by 4?"
+    )
+    asked = (
+        "Of all squares that are not red, with four distinct corners on a circle of radius "
+        "$\\sqrt{6}-1$, the area of the largest, increased by 4, can be written in the form "
+        "$m-n\\sqrt{k}$, where $m$, $n$ and $k$ are positive integers and $k$ is square-free. "
+        "Find $m+n+k$."
+    )
+    before = GOOD.partition("## Transformed problem\n")[0]
+    after = GOOD.partition("## Answer calculation\n")[2]
+    reply = "{}## Transformed problem\n{}\n## Answer calculation\n{}"
+    assert check(reply.format(before, asked, after), problem) == (asked, 19)
+    assert old in asked
+    with pytest.raises(RewriteError, match="changed: words of the problem are missing"):
+        check(reply.format(before, asked.replace(old, new), after), problem)
