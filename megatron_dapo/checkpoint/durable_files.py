@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict
 
 from megatron_dapo.observability.run_files import sync_directory
+
+READ_AGAIN_SECONDS = 2.0
 
 
 class FileRecord(TypedDict):
@@ -112,13 +115,27 @@ def size_faults(directory: Path, records: Mapping[str, FileRecord]) -> Iterator[
 
 
 def content_faults(directory: Path, records: Mapping[str, FileRecord]) -> Iterator[str]:
-    """Files that are not what was written, one message each. Reads all of them."""
+    """Files that are not what was written, one message each. Reads all of them.
+
+    A file that cannot be read is read once more: a stale handle of a network file system is no
+    damage.
+    """
     for name, record in records.items():
         try:
-            with (directory / name).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            digest = _digest(directory / name, tries=2)
         except OSError as error:
             yield f"{name} cannot be read: {error}"
             continue
         if digest != record["sha256"]:
             yield f"{name} differs from the digest that was taken when it was written"
+
+
+def _digest(path: Path, *, tries: int) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        if tries == 1 or isinstance(error, FileNotFoundError):
+            raise
+    time.sleep(READ_AGAIN_SECONDS)
+    return _digest(path, tries=tries - 1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from megatron_dapo.checkpoint import commit as commit_module
+from megatron_dapo.checkpoint import durable_files
 from megatron_dapo.checkpoint.commit import (
     MANIFEST_FILE,
     POINTER_FILE,
@@ -286,3 +289,23 @@ def test_states_are_those_that_were_saved(tmp_path: Path) -> None:
     (checkpoint / "state" / "notes.json").write_text("not JSON at all")
     assert not find_damage(checkpoint)
     assert read_states(checkpoint) == {"prompts": {"position": 7}, "run": {}}
+
+
+@pytest.mark.parametrize("errors", [1, 2])
+def test_a_file_that_cannot_be_read_is_read_once_more_before_it_counts_as_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, errors: int
+) -> None:
+    save(tmp_path, 7)
+    tried, digest = [], hashlib.file_digest
+
+    def faltering(file: BinaryIO, kind: str) -> object:
+        tried.append(file.name)
+        if tried.count(file.name) <= errors and file.name.endswith("optimizer"):
+            raise OSError(116, "Stale file handle", file.name)
+        return digest(file, kind)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(durable_files, "READ_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(hashlib, "file_digest", faltering)
+    faults = find_damage(step_folder(tmp_path, 7))
+    assert len(faults) == errors - 1
+    assert all("optimizer cannot be read: [Errno 116]" in fault for fault in faults)
