@@ -179,9 +179,11 @@ def _prepare(options: argparse.Namespace) -> int:
 
 def _integer_answers(options: argparse.Namespace) -> int:
     from megatron_dapo.data.chat_endpoint import ChatEndpoint
-    from megatron_dapo.data.integer_answers import audit_path, integer_answers
+    from megatron_dapo.data.integer_answers import audit_path, check_options, integer_answers
 
     async def rewrite() -> Mapping[str, int]:
+        counts = {"attempts": options.attempts, "concurrency": options.concurrency}
+        check_options(options.out, **counts)
         path, config = _inputs(options)
         endpoint = ChatEndpoint(
             options.endpoint,
@@ -197,8 +199,7 @@ def _integer_answers(options: argparse.Namespace) -> int:
                 options.out,
                 config,
                 model,
-                attempts=options.attempts,
-                concurrency=options.concurrency,
+                **counts,
                 seed=options.seed,
             )
 

@@ -70,6 +70,17 @@ def audit_path(out: Path) -> Path:
     return out.with_name(out.name + AUDIT_SUFFIX)
 
 
+def check_options(out: Path, *, attempts: int, concurrency: int) -> None:
+    """Refuse what `integer_answers` cannot do, before a file is read or a server is asked.
+
+    Raises:
+        ValueError: `out` cannot be written, or a number is below 1.
+    """
+    check_new_file(out)
+    if attempts < 1 or concurrency < 1:
+        raise ValueError(f"attempts={attempts}, concurrency={concurrency}: both must be 1 or more")
+
+
 async def integer_answers(
     path: Path,
     out: Path,
@@ -100,7 +111,7 @@ async def integer_answers(
             is left.
         RuntimeError: the model is gone.
     """
-    check_new_file(out)
+    check_options(out, attempts=attempts, concurrency=concurrency)
     rows = [item.row for item in usable_rows(path, config).rows]
     audit = audit_path(out)
     outcomes = await _logged(
@@ -158,8 +169,6 @@ async def rewrite_rows(
     done: Mapping[str, Outcome],
 ) -> AsyncIterator[Outcome]:
     """The outcome of every row, in the rows' order, `concurrency` of them under way at once."""
-    if attempts < 1 or concurrency < 1:
-        raise ValueError(f"attempts={attempts}, concurrency={concurrency}: both must be 1 or more")
     under_way: deque[asyncio.Task[Outcome]] = deque()
     try:
         for row in rows:

@@ -142,3 +142,20 @@ def test_decontaminate_writes_no_empty_file(
     assert "nothing is left" in capsys.readouterr().err
     assert not out.exists()
     assert len(json.loads(report.read_text())["pairs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("out", "words", "message"),
+    [
+        ("o.csv", [], "must end in .parquet or .jsonl"),
+        ("o.jsonl", ["--attempts", "0"], "attempts=0"),
+    ],
+)
+def test_integer_answers_refuses_its_options_before_it_asks_a_server(
+    out: str, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write(tmp_path / "rows.jsonl", *dice(7))
+    nobody = ["--endpoint", "unix:/nowhere/socket"]
+    call = ["data", "integer-answers", file, "--out", str(tmp_path / out), *nobody, *words]
+    assert main(call) == 78
+    assert message in capsys.readouterr().err
