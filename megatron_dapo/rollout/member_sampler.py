@@ -229,6 +229,8 @@ class MemberSampler:
     def _ended(self, task: asyncio.Task[None]) -> None:
         draft, _ = self._tasks.pop(task)
         if task.cancelled():
+            if not task.cancelling():  # by nobody here: waiting for it would never end
+                self._fail(RuntimeError(f"a request for prompt {draft.prompt.id} was cancelled"))
             return
         error = task.exception()
         if error is not None:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
-from megatron_dapo.rollout.engine import EngineError, GenerationRequest
+from megatron_dapo.rollout.engine import EngineError, GenerationRequest, GenerationResult
 from megatron_dapo.rollout.member_sampler import EnginesLost
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.selection import NotEnoughGroups
@@ -245,3 +245,22 @@ def test_metrics_speak_of_all_generated_responses() -> None:
     }
     assert {name: step.metrics[name] for name in expected} == pytest.approx(expected)
     assert lengths[0] <= step.metrics["response_length/p95"] <= lengths[-1]
+
+
+class Cancelling(FakeEngine):
+    async def generate(self, request: GenerationRequest) -> GenerationResult:
+        if request.request_id.endswith("-3-1"):
+            raise asyncio.CancelledError
+        return await super().generate(request)
+
+
+def test_a_request_that_a_library_cancels_ends_the_step_instead_of_being_waited_for() -> None:
+    rollout = RolloutConfig(prompts_per_step=8, group_size=4)
+    rollouts = Rollouts([Cancelling()], Source((50,)), rollout, SamplingConfig())
+
+    async def run() -> None:
+        async with asyncio.timeout(10):
+            await rollouts.scheduler.collect(1, 0)
+
+    with pytest.raises(RuntimeError, match="prompt p3 was cancelled"):
+        asyncio.run(run())
