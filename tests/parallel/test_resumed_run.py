@@ -30,6 +30,7 @@ from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.stop import StopRequest
 from megatron_dapo.policy.trained_model import SkippedUpdates
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
+from megatron_dapo.rollout.response_store import FOLDER, ResponseStore
 from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler import GroupScheduler
 from megatron_dapo.trainer import Trainer
@@ -88,6 +89,7 @@ class RuleRollouts:
         self.version = 0
         self._prompts = PromptStream(PromptSet(prompts, None), config.seed)  # type: ignore[arg-type]
         self._loop = asyncio.Runner()
+        self._store = ResponseStore(config.run_dir / FOLDER, config.rollout.logprobs)
         self._scheduler = GroupScheduler(
             self._generate,
             self._prompts,
@@ -110,6 +112,10 @@ class RuleRollouts:
         """What an update of engines comes after, and what it changes."""
         self._loop.run(self._scheduler.drain())
         self.version = version
+        self._loop.run(self._store.serve(version, [{"all": f"of version {version}"}]))
+
+    def forget_responses_before(self, policy_version: int) -> None:
+        self._store.forget_before(policy_version)
 
     def state_dict(self) -> dict[str, JsonValue]:
         self._loop.run(self._scheduler.settle())
@@ -131,11 +137,15 @@ class RuleRollouts:
     def close(self) -> None:
         self._loop.run(self._scheduler.close())
         self._loop.close()
+        self._store.close()
 
     async def _nothing(self) -> None:
         """No request of ours waits."""
 
     async def _generate(self, request: GenerationRequest) -> GenerationResult:
+        return await self._store.sampled(request, self._sampled)
+
+    async def _sampled(self, request: GenerationRequest) -> GenerationResult:
         chance = random.Random(request.seed)
         for _ in range(chance.randrange(3)):
             await asyncio.sleep(0)
