@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
@@ -71,6 +71,7 @@ def test_numbers_of_any_size_come_back(token: int, logprob: float) -> None:
     assert [told(again) for again in drafts_from_json(state, 2)] == [told(draft)]
 
 
+@settings(deadline=None)
 @given(st.lists(drafts(), max_size=3))
 def test_drafts_come_back_to_the_bit(saved: list[Draft]) -> None:
     state = json.loads(json.dumps(drafts_to_json(saved)))
