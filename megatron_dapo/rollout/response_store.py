@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 FOLDER = "rollouts"
 """In a run directory."""
 FORMAT = 1
+MOST_VERSIONS = 20
+"""Files that are kept where no checkpoint comes for long (checkpoint.every=0)."""
 _FILE = re.compile(r"version_(\d{8,})\.jsonl")
 
 
@@ -66,6 +68,7 @@ class ResponseStore:
         if self._file is not None and (self._file.path, self._file.header) == (path, header):
             return
         self._close_file()
+        self.forget_before(version - MOST_VERSIONS + 1)
         try:
             self._file = await asyncio.to_thread(ResponseFile, path, header, version)
         except OSError as error:

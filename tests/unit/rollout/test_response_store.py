@@ -251,6 +251,19 @@ def test_a_new_version_goes_into_a_file_of_its_own_and_old_ones_go(tmp_path: Pat
     ]
 
 
+def test_a_run_without_checkpoints_does_not_fill_the_disk(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = ResponseStore(tmp_path, "processed")
+        for version in range(response_store.MOST_VERSIONS + 3):
+            await store.serve(version, WEIGHTS)
+        store.close()
+
+    asyncio.run(run())
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == response_store.MOST_VERSIONS
+    assert names[0] == "version_00000003.jsonl"
+
+
 def test_the_same_weights_again_keep_the_file(tmp_path: Path) -> None:
     async def run() -> FakeEngine:
         store, engine = ResponseStore(tmp_path, "processed"), FakeEngine(VERSION)
