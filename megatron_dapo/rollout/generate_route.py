@@ -64,6 +64,30 @@ def request_body(request: GenerationRequest) -> dict[str, object]:
     }
 
 
+def check_tokens(label: str, request: GenerationRequest, choice: Choice) -> None:
+    """Refuse a response that the request cannot have led to: it would be trained on.
+
+    Args:
+        label: of the engine, for messages.
+
+    Raises:
+        EngineError: too many tokens, a stop token before the end, or a stop without one.
+    """
+    tokens, stops = choice.token_ids, request.stop_token_ids
+    if len(tokens) > request.max_tokens:
+        wrong = f"{len(tokens)} tokens, {request.max_tokens} were asked for at most"
+    elif early := [token for token in tokens[:-1] if token in stops]:
+        wrong = f"stop token {early[0]} before its end"
+    elif choice.finish_reason == "stop" and (not tokens or tokens[-1] not in stops):
+        wrong = f"finish reason stop and none of the stop tokens {stops} at its end"
+    else:
+        return
+    raise EngineError(
+        f"{label} returned a response with {wrong}: does a proxy or another program answer there? "
+        "Restart the engine"
+    )
+
+
 def version_spans(label: str, choice: Choice, allowed: Sequence[str]) -> VersionSpans:
     """Whose weights sampled which tokens.
 
@@ -72,11 +96,17 @@ def version_spans(label: str, choice: Choice, allowed: Sequence[str]) -> Version
         allowed: stamps of the weights that may have.
 
     Raises:
-        EngineError: others have.
+        EngineError: others have, or what it says makes no sense.
     """
     spans = choice.weight_versions or []
     if choice.token_ids and not spans:
         raise EngineError(f"{label} does not say which weights its tokens come from")
+    starts = [span.start for span in spans]
+    if starts and (starts[0] != 0 or starts != sorted(starts)):
+        raise EngineError(
+            f"{label} says that its weights changed at tokens {starts}: the first must be 0, and "
+            "none lie before the one in front of it; restart the engine"
+        )
     foreign = [span.version for span in spans if span.version not in allowed]
     if foreign:
         raise EngineError(

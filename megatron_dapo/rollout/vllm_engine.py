@@ -22,6 +22,7 @@ from megatron_dapo.rollout.engine_http import EngineHttp
 from megatron_dapo.rollout.generate_route import (
     GENERATE,
     GenerateResponse,
+    check_tokens,
     request_body,
     version_spans,
 )
@@ -320,6 +321,7 @@ class VllmEngine:
         except EngineUnavailable:
             self.lost_requests += interruptible
             raise
+        check_tokens(self.label, request, choice)
         allowed = self._installed[current:]
         spans = version_spans(self.label, choice, allowed)
         versions = [version for _, version in spans] or [version_number(allowed[-1])]

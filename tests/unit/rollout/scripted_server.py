@@ -26,7 +26,7 @@ REQUEST = GenerationRequest(
     temperature=0.7,
     top_p=0.9,
     top_k=-1,
-    max_tokens=5,
+    max_tokens=40,
     stop_token_ids=(2, 9),
     request_id="train-1-0-3",
 )

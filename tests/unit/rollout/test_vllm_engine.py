@@ -10,6 +10,7 @@ import pytest
 from megatron_dapo.rollout import vllm_engine
 from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, GenerationResult
 from megatron_dapo.rollout.engine_http import open_transport
+from megatron_dapo.rollout.generate_route import Choice, version_spans
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from tests.unit.rollout.scripted_server import (
     GENERATE,
@@ -38,7 +39,7 @@ def test_token_ids_go_in_and_come_out(server: ScriptedServer) -> None:
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": -1,
-        "max_tokens": 5,
+        "max_tokens": 40,
         "stop_token_ids": [2, 9],
         "ignore_eos": True,
         "logprobs": 0,
@@ -50,6 +51,39 @@ def test_an_unknown_finish_reason_is_an_error(server: ScriptedServer) -> None:
     server.finish_reason = "repetition"
     with pytest.raises(EngineError, match="unknown form"):
         talk(server, lambda engine: engine.generate(REQUEST))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish_reason", "message"),
+    [
+        ([7] * 41, "length", "41 tokens, 40 were asked for at most"),
+        ([7, 9, 7], "length", "stop token 9 before its end"),
+        ([9, 7, 2], "stop", "stop token 9 before its end"),
+        ([7, 7], "stop", r"none of the stop tokens \(2, 9\) at its end"),
+        ([], "stop", r"none of the stop tokens \(2, 9\) at its end"),
+    ],
+)
+def test_a_response_that_the_request_cannot_lead_to_is_an_error(
+    server: ScriptedServer, tokens: list[int], finish_reason: str, message: str
+) -> None:
+    server.tokens, server.logprobs, server.finish_reason = tokens, [-1.0] * 41, finish_reason
+    with pytest.raises(EngineError, match=message):
+        talk(server, lambda engine: engine.generate(REQUEST))
+
+
+@pytest.mark.parametrize("starts", [[1], [0, 5, 3]])
+def test_spans_of_weights_that_make_no_sense_are_an_error(starts: list[int]) -> None:
+    spans = [{"version": "megatron_dapo-4", "start": start} for start in starts]
+    choice = Choice.model_validate(
+        {
+            "token_ids": [7] * 8,
+            "logprobs": {"content": [{"logprob": -1.0}] * 8},
+            "finish_reason": "length",
+            "weight_versions": spans,
+        }
+    )
+    with pytest.raises(EngineError, match="its weights changed at tokens"):
+        version_spans("rollout engine 0", choice, ["megatron_dapo-4"])
 
 
 def test_a_lost_connection_is_tried_again_with_the_same_request(server: ScriptedServer) -> None:
@@ -98,7 +132,7 @@ async def interrupted(
     return [await task for task in tasks]
 
 
-TOKENS = list(range(1000))
+TOKENS = list(range(1000, 2000))
 LOGPROBS = [-token / 1000 for token in TOKENS]
 
 
@@ -117,7 +151,7 @@ def test_interrupted_requests_return_what_they_have_and_later_ones_run(
         count = len(result.token_ids)
         assert 2 <= count < 1000
         assert result.finish_reason == "abort"
-        assert result.token_ids == tuple(range(count))
+        assert result.token_ids == tuple(TOKENS[:count])
         assert result.logprobs == tuple(LOGPROBS[:count])
         assert result.version_spans == ((0, 0),)
     assert (later.token_ids, later.finish_reason) == ((7, 2), "stop")
