@@ -123,7 +123,7 @@ def test_a_probe_that_hangs_ends_as_a_step_of_an_update_does(server: ScriptedSer
 
 def test_requests_that_run_may_take_longer_than_a_step_of_an_update(server: ScriptedServer) -> None:
     server.seconds_per_token = 0.1
-    server.tokens, server.logprobs = [5] * 30, [-0.5] * 30
+    server.tokens, server.logprobs = [5] * 29 + [2], [-0.5] * 30
 
     async def use(engine: VllmEngine) -> list[GenerationResult]:
         await update(engine, 4)
@@ -206,7 +206,7 @@ def test_requests_that_run_at_an_update_end_on_the_old_weights_or_carry_both_ver
     server: ScriptedServer, mode: InFlight
 ) -> None:
     server.seconds_per_token = 0.005
-    server.tokens, server.logprobs = [5] * 40, [-0.5] * 40
+    server.tokens, server.logprobs = [5] * 39 + [2], [-0.5] * 40
 
     async def use(engine: VllmEngine) -> list[GenerationResult]:
         await update(engine, 4)
@@ -267,7 +267,7 @@ def test_what_a_kept_request_samples_from_new_weights_waits_for_their_proof(
     server: ScriptedServer, proven: bool
 ) -> None:
     server.seconds_per_token = 0.005
-    server.tokens, server.logprobs = [5] * 20, [-0.5] * 20
+    server.tokens, server.logprobs = [5] * 19 + [2], [-0.5] * 20
 
     async def use(engine: VllmEngine) -> None:
         await update(engine, 4)
