@@ -37,6 +37,7 @@ _ALLOWED = frozenset(
         ("torch.serialization", "_get_layout"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
     ]
 )
 
