@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)
+hypothesis.settings.register_profile("a machine of any speed", deadline=None)
+hypothesis.settings.load_profile("a machine of any speed")
+for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    # A shell in the background, or nohup, has all that it starts ignore these; tests send them.
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
