@@ -162,7 +162,9 @@ class Trainer:
                 updates = [self.critic.values(update) for update in updates]
             with timer.phase("adv"):
                 updates = self.critic.advantages(updates)
-        if self.stop.agreed(self.parallel.control_group):
+        with timer.phase("wait"):
+            stop = self.stop.agreed(self.parallel.control_group)
+        if stop:
             return False
         if self.critic is not None:
             with timer.phase("update_critic"):
@@ -343,7 +345,8 @@ class Trainer:
     ) -> None:
         """Merge what all ranks saw (one collective) and write it, on global rank 0."""
         names = {**POLICY_METRICS, **CRITIC_METRICS}
-        merged = reduce_bags(bag, names, self.parallel.control_group)
+        with timer.phase("wait"):
+            merged = reduce_bags(bag, names, self.parallel.control_group)
         timing = timer.values()
         own = timing["timing_s/old_log_prob"]
         straggler = self.stragglers.compare(own, self.parallel.control_group)
