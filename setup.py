@@ -21,6 +21,7 @@ setup(
         "pyarrow>=26",
         "safetensors>=0.8",
         "httpx>=0.28.1,<0.29",
+        "aiohttp>=3.14,<4",
         "transformers>=5.16.1,<5.20",
         "tokenizers>=0.23",
         "sentencepiece>=0.2.3",

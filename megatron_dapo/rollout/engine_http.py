@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from copy import copy
 from typing import TypeVar
+from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 import pydantic
 
 from megatron_dapo.config.endpoint_checks import LOOPBACK_HOSTS
@@ -20,31 +22,34 @@ FIRST_BACKOFF_SECONDS = 0.2
 CONNECT_SECONDS = 10.0
 KEEP_ALIVE_SECONDS = 2.0
 """Idle connections are given up before the server (after 5 s) closes them under a request."""
+NOT_REACHED = (aiohttp.ClientConnectorError,)
+"""Nothing was sent."""
+BROKEN = (
+    aiohttp.ClientOSError,
+    aiohttp.ClientConnectionResetError,
+    aiohttp.ServerDisconnectedError,
+    aiohttp.ClientPayloadError,
+    aiohttp.ClientResponseError,
+)
+"""The connection ended, or what came is no HTTP: the server may have got the request."""
 
 AnswerT = TypeVar("AnswerT", bound=pydantic.BaseModel)
 
 
-def open_transport(
-    endpoint: str, *, with_token: bool = False
-) -> tuple[httpx.AsyncBaseTransport, str]:
-    """Transport and base URL of `unix:/path`, `http://127.0.0.1:port` or, with a token, any host.
+def engine_address(endpoint: str, *, with_token: bool = False) -> tuple[str | None, str]:
+    """Socket (None: over TCP) and base URL of `unix:/path`, `http://127.0.0.1:port` or, with a
+    token, any host.
 
     Raises:
         ValueError: any other address. vLLM's control routes have no authentication of their own, so
             an engine that can be reached without a token could be given other weights by anyone.
     """
-    limits = httpx.Limits(
-        max_connections=None,
-        max_keepalive_connections=None,
-        keepalive_expiry=KEEP_ALIVE_SECONDS,
-    )
     if endpoint.startswith("unix:/"):
-        uds = endpoint.removeprefix("unix:")
-        return httpx.AsyncHTTPTransport(uds=uds, limits=limits), "http://engine"
-    url = httpx.URL(endpoint)
-    near = url.host in LOOPBACK_HOSTS or with_token
+        return endpoint.removeprefix("unix:"), "http://engine"
+    url = urlsplit(endpoint)
+    near = url.hostname in LOOPBACK_HOSTS or (with_token and url.hostname is not None)
     if url.scheme == "http" and near and url.port is not None:
-        return httpx.AsyncHTTPTransport(limits=limits), endpoint.rstrip("/")
+        return None, endpoint.rstrip("/")
     raise ValueError(
         f"rollout.endpoints: {endpoint!r} is neither unix:/path nor http://127.0.0.1:port, and "
         "rollout.token_file is not set. vLLM's weight routes have no authentication of their own: "
@@ -55,6 +60,22 @@ def open_transport(
 def bearer(token: str | None) -> dict[str, str]:
     """The header that `token_guard.TokenGuard` asks for."""
     return {} if token is None else {"Authorization": f"Bearer {token}"}
+
+
+def open_session(socket: str | None, url: str, headers: Mapping[str, str]) -> aiohttp.ClientSession:
+    """As many connections as requests; finding one costs the same however many there are."""
+    connector = (
+        aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+        if socket is None
+        else aiohttp.UnixConnector(socket, limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
+    )
+    return aiohttp.ClientSession(
+        url,
+        connector=connector,
+        headers=headers,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+    )
 
 
 class EngineHttp:
@@ -70,64 +91,62 @@ class EngineHttp:
     def __init__(
         self, endpoint: str, *, label: str, timeout_seconds: float, token: str | None = None
     ) -> None:
-        transport, base_url = open_transport(endpoint, with_token=token is not None)
+        socket, url = engine_address(endpoint, with_token=token is not None)
         self.label = label
         self._seconds = timeout_seconds
-        self._client = httpx.AsyncClient(
-            transport=transport,
-            base_url=base_url,
-            headers=bearer(token),
-            trust_env=False,
-        )
+        self._session = open_session(socket, url, bearer(token))
 
     def within(self, seconds: float) -> EngineHttp:
-        """The same connection, but no answer is waited for longer than this."""
+        """The same connections, but no answer is waited for longer than this."""
         other = copy(self)
         other._seconds = seconds
         return other
 
     async def send(
         self, method: str, path: str, body: object = None, *, repeatable: bool = False
-    ) -> httpx.Response:
-        """One exchange. `repeatable`: also try again when the connection broke half-way.
+    ) -> bytes:
+        """Body of the answer. `repeatable`: also try again when the connection broke half-way.
 
         Raises:
             EngineUnavailable: the server cannot be reached, or the connection broke.
             EngineError: it answered with an error; EngineFault for 5xx.
         """
-        timeout = httpx.Timeout(self._seconds, connect=CONNECT_SECONDS)
-        retried: tuple[type[httpx.TransportError], ...] = (httpx.ConnectError,)
-        if repeatable:
-            retried = (httpx.NetworkError, httpx.RemoteProtocolError)
+        retried: tuple[type[aiohttp.ClientError], ...] = BROKEN if repeatable else NOT_REACHED
         for attempt in range(ATTEMPTS):
             if attempt:
                 await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
             try:
-                answer = await self._client.request(method, path, json=body, timeout=timeout)
+                status, answer = await self._exchange(method, path, body)
             except retried as error:
-                failure: httpx.TransportError = error
+                failure: Exception = error
                 logger.warning("%s %s: %r, attempt %d", self.label, path, error, attempt + 1)
                 continue
-            except httpx.ReadTimeout as error:
+            except aiohttp.ClientError as error:
+                raise EngineUnavailable(
+                    f"{self.label} did not answer {method} {path}: {error!r}"
+                ) from error
+            except TimeoutError as error:
                 raise EngineUnavailable(
                     f"{self.label} did not answer {method} {path} within {self._seconds:g} s: it "
                     "hangs, or needs longer"
                 ) from error
-            except httpx.TransportError as error:
-                raise EngineUnavailable(
-                    f"{self.label} did not answer {method} {path}: {error!r}"
-                ) from error
-            if answer.is_success:
+            if 200 <= status < 300:
                 return answer
-            failed = EngineFault if answer.is_server_error else EngineError
-            raise failed(
-                f"{self.label} answered {answer.status_code} to {method} {path}: "
-                f"{answer.text[:2000]}"
-            )
+            failed = EngineFault if status >= 500 else EngineError
+            said = answer.decode(errors="replace")[:2000]
+            raise failed(f"{self.label} answered {status} to {method} {path}: {said}")
         raise EngineUnavailable(
             f"{self.label} cannot be reached for {method} {path} after {ATTEMPTS} attempts: "
             f"{failure!r}. The engine's log says why"
         ) from failure
+
+    async def _exchange(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
+        """Status and body of one answer."""
+        limits = aiohttp.ClientTimeout(total=self._seconds, sock_connect=CONNECT_SECONDS)
+        async with self._session.request(
+            method, path, json=body, timeout=limits, allow_redirects=False
+        ) as answer:
+            return answer.status, await answer.read()
 
     async def status(self, path: str) -> int | None:
         """Of the answer to GET; None: no connection, or it took too long.
@@ -137,10 +156,10 @@ class EngineHttp:
         """
         for _ in range(2):
             try:
-                return (await self._client.get(path, timeout=self._seconds)).status_code
-            except (httpx.ConnectError, httpx.TimeoutException):
+                return (await self._exchange("GET", path))[0]
+            except (*NOT_REACHED, TimeoutError):
                 return None
-            except httpx.TransportError:
+            except aiohttp.ClientError:
                 continue
         return None
 
@@ -160,11 +179,11 @@ class EngineHttp:
         """
         answer = await self.send(method, path, body, repeatable=repeatable)
         try:
-            return form.model_validate_json(answer.content)
+            return form.model_validate_json(answer)
         except pydantic.ValidationError as error:
             raise EngineError(
                 f"{self.label} answered {path} in an unknown form: {error}"
             ) from error
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._session.close()

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dapo.rollout import vllm_engine
 from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, GenerationResult
-from megatron_dapo.rollout.engine_http import open_transport
+from megatron_dapo.rollout.engine_http import engine_address
 from megatron_dapo.rollout.generate_route import Choice, version_spans
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from tests.unit.rollout.scripted_server import (
@@ -309,7 +309,7 @@ def test_sleep_does_nothing_without_sleep_mode(server: ScriptedServer) -> None:
     "endpoint", ["unix:/tmp/x", "http://127.0.0.1:8000", "http://localhost:8000/", "http://[::1]:1"]
 )
 def test_local_addresses_are_accepted(endpoint: str) -> None:
-    open_transport(endpoint)
+    engine_address(endpoint)
 
 
 @pytest.mark.parametrize(
@@ -327,4 +327,4 @@ def test_local_addresses_are_accepted(endpoint: str) -> None:
 )
 def test_other_addresses_are_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match=r"rollout\.endpoints"):
-        open_transport(endpoint)
+        engine_address(endpoint)
