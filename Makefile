@@ -64,6 +64,7 @@ bench: install
 	$(BIN)/python benchmarks/resharding.py
 	$(BIN)/python benchmarks/data_check.py
 	$(BIN)/python benchmarks/grading.py
+	$(BIN)/python benchmarks/engine_requests.py
 	$(BIN)/python -m benchmarks.rollout_modes
 
 lint: install

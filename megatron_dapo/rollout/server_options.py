@@ -227,6 +227,10 @@ def server_environment(
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": str(options.cpu_kv_cache_gib),
         }
+    if options.device == "cpu" and options.tensor == 1:
+        # The worker lives in the engine's process: as two they spin, waiting for each other, on
+        # the cores that the trainers need. What vLLM keeps them apart for is threads; this has one.
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from megatron_dapo.config.schema import ModelConfig, ReshardingConfig, RunConfig
 from megatron_dapo.rollout.server_options import (
     CPU_MEMORY_FRACTION,
+    Device,
     server_command,
     server_environment,
     server_options,
@@ -154,6 +156,18 @@ def test_the_environment_keeps_launcher_secrets_and_unsafe_switches_out() -> Non
     assert environment["VLLM_PLUGINS"] == "megatron_dapo"
     assert environment["OMP_NUM_THREADS"] == "1"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("device", "tensor", "alone"), [("cpu", 1, True), ("cpu", 2, False), ("cuda", 1, False)]
+)
+def test_only_the_one_worker_of_a_cpu_engine_lives_in_its_process(
+    device: Device, tensor: int, alone: bool
+) -> None:
+    options = replace(server_options(config(), 0, device=device), tensor=tensor)
+    environment = server_environment(options, Path("/s"), {})
+    assert ("VLLM_ENABLE_V1_MULTIPROCESSING" in environment) is alone
 
 
 @pytest.mark.parametrize(
