@@ -301,7 +301,8 @@ class SamplingConfig(Section):
     """Prompts of the first wave of a step, and of a round. Default: rollout.prompts_per_step, the
     first wave by the share of mixed groups in earlier steps."""
     max_seconds: Seconds | None = None
-    """Time that a step may wait for its groups before `when_short` applies."""
+    """Time that a step may wait for its groups; then it takes those that are complete, and where
+    they are too few `when_short` applies."""
     when_short: Literal["stop", "train"] = "stop"
     """Too few mixed groups by max_rounds or max_seconds: stop with the counts, or train on what
     there is. A step without any has no gradient, and stops the run in either case."""

@@ -24,8 +24,7 @@ class Tally:
     put_back: int = 0
     """Prompts that come again, since they lie behind the last group that is trained on."""
     discarded_valid: int = 0
-    """Usable groups that are dropped: behind the last one that is trained on, or, where the time
-    was over, beyond the target."""
+    """Usable groups of those prompts: dropped, since the step was full before."""
     discarded_stale: int = 0
     """Usable groups that became older than rollout.max_staleness."""
     discarded_unfinished: int = 0

@@ -29,6 +29,10 @@ class PrefixFilling:
     everything that was submitted is waited for, and mixed groups beyond the target wait for the
     next step. Refills are then asked for by the prefix alone, so that the set of groups is as
     independent of timing.
+
+    Args:
+        last_step: of the run. It is filled as with surplus=drop: no step trains on what it would
+            carry on. None: there is no last one.
     """
 
     def __init__(
@@ -37,6 +41,8 @@ class PrefixFilling:
         source: DraftSource,
         rollout: RolloutConfig,
         sampling: SamplingConfig,
+        *,
+        last_step: int | None,
     ) -> None:
         self.ready: list[Draft] = []
         """Carried to the next step, oldest first."""
@@ -45,6 +51,7 @@ class PrefixFilling:
         self._source = source
         self._rollout = rollout
         self._sampling = sampling
+        self._last_step = last_step
         self._fill: Fill | None = None
         self._carried: list[Draft] = []
         self._carried_in = 0
@@ -94,9 +101,9 @@ class PrefixFilling:
         """Go on with what a checkpoint holds (of `usable_state`), from the next step on."""
         self.rate, self.ready = saved.rate, [*saved.ready]
 
-    @property
-    def _carries(self) -> bool:
-        return self._sampling.surplus == "carry"
+    def _carries(self, step: int) -> bool:
+        last = self._last_step is not None and step >= self._last_step
+        return self._sampling.surplus == "carry" and not last
 
     def _begin(self, step: int, version: int) -> Fill:
         target, dynamic = self._rollout.prompts_per_step, self._sampling.dynamic
@@ -114,7 +121,7 @@ class PrefixFilling:
             rate=self.rate,
             first_wave=first if dynamic and need == target else None,
             dynamic=dynamic,
-            by_prefix=self._carries,
+            by_prefix=self._carries(step),
             started=asyncio.get_running_loop().time(),
         )
         return self._fill
@@ -127,7 +134,7 @@ class PrefixFilling:
                 self._sampler.submit(draft)
 
     def _done(self, fill: Fill) -> bool:
-        if self._carries and fill.complete < len(fill.drafts):
+        if self._carries(fill.step) and fill.complete < len(fill.drafts):
             return False
         return fill.full or fill.exhausted
 
@@ -138,8 +145,7 @@ class PrefixFilling:
     async def _finish(self, fill: Fill, timed_out: bool) -> Collected:
         """Choose, end what still runs, and put prompts back."""
         await self._sampler.interrupt(finish_grading=False)
-        whole = self._carries or timed_out
-        read = [d for d in (fill.drafts if whole else fill.drafts[: fill.prefix]) if d.group]
+        read = self._read(fill)
         last = fill.drafts.index(read[-1]) + 1 if read else 0
         behind = fill.drafts[last:]
         ended = [draft for draft in fill.drafts if draft.group is None]
@@ -150,18 +156,15 @@ class PrefixFilling:
         dynamic = self._sampling.dynamic
         selection = select_groups([groups], fill.target, dynamic=dynamic)
         kept = drafts_of(selection.kept, pool)
-        surplus = [d for d in pool[len(self._carried) :] if is_usable(d, dynamic) and d not in kept]
-        if self._carries:
-            self.ready += surplus
+        self.ready += [d for d in read if is_usable(d, dynamic) and d not in kept]
         if dynamic:
             self.rate = self.rate.learn(sum(is_usable(d, dynamic) for d in read), len(read))
         tokens, continued = self._sampler.take_counts()
-        lost = [d for d in behind if is_usable(d, dynamic)] + ([] if self._carries else surplus)
         tally = Tally(
             carried_in=self._carried_in,
             carried_out=len(self.ready),
             put_back=len(behind),
-            discarded_valid=len(lost),
+            discarded_valid=sum(is_usable(draft, dynamic) for draft in behind),
             discarded_stale=self._stale,
             discarded_unfinished=sum(draft.group is None for draft in fill.drafts[:last]),
             discarded_unfinished_tokens=sum(draft.tokens for draft in ended),
@@ -172,3 +175,18 @@ class PrefixFilling:
         )
         generated = tuple(draft.group for draft in read if draft.group is not None)
         return Collected(fill.step, kept, generated, selection.counts, tally, timed_out)
+
+    def _read(self, fill: Fill) -> list[Draft]:
+        """Complete drafts in the order of their prompts: all, or where nothing is carried on those
+        up to the one that fills the step, so that every prompt behind it comes again."""
+        complete = [draft for draft in fill.drafts if draft.group is not None]
+        if self._carries(fill.step):
+            return complete
+        read: list[Draft] = []
+        lacking = fill.need
+        for draft in complete:
+            if lacking == 0:
+                break
+            read.append(draft)
+            lacking -= is_usable(draft, self._sampling.dynamic)
+        return read

@@ -110,7 +110,7 @@ class GroupScheduler:
                 last_step=last_step,
             )
         else:
-            self._way = PrefixFilling(self._sampler, source, rollout, sampling)
+            self._way = PrefixFilling(self._sampler, source, rollout, sampling, last_step=last_step)
 
     async def collect(self, step: int, policy_version: int) -> RolloutStep:
         """The groups that `step` trains on: exactly `rollout.prompts_per_step`, all mixed.

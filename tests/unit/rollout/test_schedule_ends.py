@@ -17,6 +17,7 @@ from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
 from megatron_dapo.rollout.grading import TooManyGradingErrors, check_grading_errors
 from megatron_dapo.rollout.group_state import DraftStateError
 from megatron_dapo.rollout.member_sampler import EnginesLost
+from megatron_dapo.rollout.sampler import RolloutStep
 from megatron_dapo.rollout.scheduler_state import (
     goes_on_with_unfinished,
     state_to_json,
@@ -25,6 +26,8 @@ from megatron_dapo.rollout.scheduler_state import (
 from megatron_dapo.rollout.selection import NotEnoughGroups
 from megatron_dapo.rollout.streaming import Streaming
 from megatron_dapo.types import Group, Prompt, Response, Reward
+from tests.unit.rollout.fake_engine import FakeEngine, Source
+from tests.unit.rollout.scheduling import Rollouts
 from tests.unit.rollout.simulated import (
     ALL,
     ASYNC_1,
@@ -109,6 +112,27 @@ def test_what_is_there_when_time_is_over_may_train(sections: Sections) -> None:
     )
     if run.rollout.mode != "async":
         assert run.order.taken == ended
+
+
+def test_prompts_of_groups_that_are_too_many_when_time_is_over_come_again() -> None:
+    """The first prompt hangs, and more groups than the step takes end behind it."""
+    source = Source((50,))
+    engine = FakeEngine(seconds=lambda asked: 1.0 if asked.prompt_token_ids[2] else 1000.0)
+    rollout = RolloutConfig(prompts_per_step=4, group_size=8)
+    sampling = SamplingConfig(prompts_per_round=12, max_seconds=10.0)
+    rollouts = Rollouts([engine], source, rollout, sampling)
+
+    async def run() -> list[RolloutStep]:
+        steps = [await rollouts.scheduler.collect(step, 0) for step in (1, 2)]
+        await rollouts.scheduler.close()
+        return steps
+
+    first, second = simulate(run())
+    assert [group.prompt.id for group in first.groups] == ["p1", "p2", "p3", "p4"]
+    lost = {name: first.metrics[f"filter/{name}"] for name in ("put_back", "discarded_valid")}
+    assert lost == {"put_back": 7, "discarded_valid": 7}
+    assert first.metrics["filter/discarded_unfinished"] == 1
+    assert [group.prompt.id for group in second.groups] == ["p5", "p6", "p7", "p8"]
 
 
 @pytest.mark.parametrize("sections", [CONTINUE, ASYNC_1, ASYNC_3], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulated_loop import simulate
+from megatron_dapo.config.schema import RolloutConfig, SamplingConfig
+from megatron_dapo.rollout.keep_rate import missing_prompts
 from megatron_dapo.rollout.sampler import RolloutStep
+from tests.unit.rollout.fake_engine import FakeEngine, Source
+from tests.unit.rollout.scheduling import Rollouts
 from tests.unit.rollout.simulated import (
     ALL,
     ASYNC_1,
@@ -20,6 +25,7 @@ from tests.unit.rollout.simulated import (
     CONTINUE,
     CONTINUE_2,
     DROP,
+    FINISH,
     ONE_STEP_OFF,
     REPEATABLE,
     STEPS,
@@ -192,6 +198,34 @@ def test_what_would_only_be_thrown_away_is_not_begun(sections: Sections) -> None
     trained = len(worlds) * STEPS * 40
     assert stale <= 0.03 * trained
     assert left <= 0.03 * trained
+
+
+def test_the_last_step_of_a_run_asks_for_nothing_that_only_another_one_would_take() -> None:
+    """Nor does it wait for what runs behind its groups."""
+    carry = SamplingConfig(**FINISH[1])  # type: ignore[arg-type]
+    rollout = RolloutConfig(prompts_per_step=40, group_size=4)
+
+    async def run(last_step: int) -> tuple[list[RolloutStep], int, float]:
+        """Two steps, what the second one asks for first, and how long it takes."""
+        source = Source((0, 50))
+        engine = FakeEngine(seconds=lambda asked: 1.0 + asked.prompt_token_ids[2] % 7)
+        rollouts = Rollouts([engine], source, rollout, carry, last_step=last_step)
+        steps = [await rollouts.scheduler.collect(1, 0)]
+        engine.version = 1
+        waves, began = len(source.asked), asyncio.get_running_loop().time()
+        steps.append(await rollouts.scheduler.collect(2, 1))
+        await rollouts.scheduler.close()
+        return steps, source.asked[waves], asyncio.get_running_loop().time() - began
+
+    last, asked, seconds = simulate(run(2))
+    other, asked_before_another, seconds_before_another = simulate(run(3))
+    need = 40 - last[1].metrics["filter/carried_in"]
+    assert asked == missing_prompts(int(need), 0, 0, last[0].metrics["filter/keep_rate"])
+    assert asked_before_another > asked
+    assert seconds < seconds_before_another
+    assert [step.groups for step in last] == [step.groups for step in other]
+    carried = [step.metrics["filter/carried_out"] for step in (*last, *other)]
+    assert carried[1] == 0 and min(carried[0], carried[3]) > 0
 
 
 def test_continued_responses_are_what_they_would_have_been() -> None:
