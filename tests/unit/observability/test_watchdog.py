@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,9 @@ from megatron_dapo.observability.watchdog import Note, Watchdog, _Seen
 from tests.conftest import REPOSITORY
 
 PATIENCE_SECONDS = 60.0
+STALL_SECONDS = 6.0
+"""Also what a machine may take its time away from one process before that counts as silent: a third
+of it."""
 RANK = """
 import logging, os, sys, time
 from pathlib import Path
@@ -25,8 +28,7 @@ from megatron_dapo.observability.watchdog import Watchdog
 logging.basicConfig(level=logging.INFO)
 rank, still_from = int(sys.argv[1]), int(sys.argv[2])
 watchdog = Watchdog(Path(sys.argv[3]), rank, 3, float(sys.argv[4]))
-receives = sys.argv[5] == "receives" and rank == 0
-watchdog.start((lambda: int(time.monotonic() * 20)) if receives else None)
+watchdog.start()
 def wait_in_a_collective():
     time.sleep(600)
 for step in range(1, 400):
@@ -46,9 +48,9 @@ class Ranks:
         self.folder = folder
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, still_from: tuple[int, int, int], limit: float, kind: str = "") -> None:
+    def start(self, still_from: tuple[int, int, int]) -> None:
         for rank, step in enumerate(still_from):
-            arguments = map(str, (rank, step, self.folder, limit, kind))
+            arguments = map(str, (rank, step, self.folder, STALL_SECONDS))
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, "-c", RANK, *arguments],
@@ -67,6 +69,19 @@ class Ranks:
         return (self.folder / "stacks" / f"rank_{rank}.txt").read_text()
 
 
+def wait_until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def note_of(folder: Path, rank: int = 0) -> Note:
+    """What a rank has noted last; a note of no step before the first."""
+    file = folder / "progress" / f"rank_{rank}.json"
+    return Note(**json.loads(file.read_text())) if file.exists() else Note()
+
+
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Ranks]:
     found = Ranks(tmp_path)
@@ -77,10 +92,10 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 
 def test_ranks_that_wait_for_one_another_end_with_stacks_and_the_one_behind(ranks: Ranks) -> None:
-    ranks.start((5, 3, 5), limit=2.0)
+    ranks.start((5, 3, 5))
     ended = [ranks.end(rank) for rank in range(3)]
     assert [code for code, _ in ended] == [1, 1, 1]
-    expected = "no trainer rank has moved for parallel.stall_seconds=2 in phase update_actor of "
+    expected = "no trainer rank has moved for parallel.stall_seconds=6 in phase update_actor of "
     for rank, (_, output) in enumerate(ended):
         assert f"{expected}step 3: rank 1 is the one that is behind" in output
         assert "wait_in_a_collective" in ranks.stacks(rank)
@@ -88,12 +103,8 @@ def test_ranks_that_wait_for_one_another_end_with_stacks_and_the_one_behind(rank
 
 
 def test_a_process_that_was_stopped_is_named_by_the_others(ranks: Ranks) -> None:
-    ranks.start((399, 10, 10), limit=3.0)
-    first = ranks.folder / "progress" / "rank_0.json"
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not (first.exists() and json.loads(first.read_text())["step"] > 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    ranks.start((399, 10, 10))
+    wait_until(lambda: note_of(ranks.folder).step > 2)
     ranks.processes[0].send_signal(signal.SIGSTOP)
     code, output = ranks.end(2)
     assert code == 1
@@ -102,24 +113,39 @@ def test_a_process_that_was_stopped_is_named_by_the_others(ranks: Ranks) -> None
     assert not (ranks.folder / "stacks" / "rank_0.txt").exists()
 
 
-def test_a_rank_that_receives_responses_is_waited_for(ranks: Ranks) -> None:
-    ranks.start((2, 2, 2), limit=1.0, kind="receives")
-    time.sleep(8.0)
-    assert [process.poll() for process in ranks.processes] == [None, None, None]
+def test_responses_that_a_rank_has_received_are_noted(tmp_path: Path) -> None:
+    watchdog = Watchdog(tmp_path, 0, 1, 600.0)
+    watchdog.start(lambda: 7)
+    watchdog.enter(1, "gen")
+    wait_until(lambda: note_of(tmp_path).step == 1)
+    watchdog.close()
+    assert note_of(tmp_path).beats == 7
 
 
-def test_ranks_that_move_are_left_alone_and_leave_nothing_that_ends_the_next(
-    tmp_path: Path,
-) -> None:
+@pytest.mark.parametrize(
+    "notes",
+    [
+        [Note(1, "gen", marks) for marks in range(100)],
+        [Note(1, "gen", 1, beats) for beats in range(100)],
+    ],
+    ids=["moves", "receives responses"],
+)
+def test_a_rank_that_moves_or_receives_responses_is_waited_for(notes: list[Note]) -> None:
+    seen, still = _Seen(2), Note(1, "gen", 1)
+    for second, note in enumerate(notes):
+        assert seen.look({0: note, 1: still}, float(second)) == second
+    assert seen.look({0: notes[-1], 1: still}, 500.0) == 99
+
+
+def test_what_ended_another_start_does_not_end_this_one(tmp_path: Path) -> None:
     (tmp_path / "progress").mkdir()
     (tmp_path / "progress" / "stall.json").write_text(json.dumps({"message": "of another start"}))
-    watchdog = Watchdog(tmp_path, 0, 1, 0.5)
+    watchdog = Watchdog(tmp_path, 0, 1, 600.0)
     watchdog.start()
-    for step in range(30):
+    for step in range(1, 30):
         watchdog.enter(step, "gen")
-        time.sleep(0.05)
+        wait_until(lambda step=step: note_of(tmp_path).step == step)
     watchdog.close()
-    assert json.loads((tmp_path / "progress" / "rank_0.json").read_text())["step"] == 29
 
 
 def test_without_a_limit_nothing_is_compared(tmp_path: Path) -> None:
@@ -160,18 +186,14 @@ def test_notes_go_on_once_they_can_be_written_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = tmp_path / "progress"
-    watchdog = Watchdog(tmp_path, 0, 1, 0.5)
+    watchdog = Watchdog(tmp_path, 0, 1, 600.0)
     shutil.rmtree(progress)
     watchdog.start()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while "cannot be exchanged" not in caplog.text and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: "cannot be exchanged" in caplog.text)
     progress.mkdir()
     watchdog.enter(7, "gen")
-    while not (progress / "rank_0.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: note_of(tmp_path).step == 7)
     watchdog.close()
-    assert json.loads((progress / "rank_0.json").read_text())["step"] == 7
     assert caplog.text.count("cannot be exchanged") == 1
 
 
@@ -187,9 +209,9 @@ def full_by_now(path, text):
     replace(path, text)
 watchdog._replace = full_by_now
 watch = watchdog.Watchdog(Path(sys.argv[1]), 0, 1, 0.5)
+(Path(sys.argv[1]) / "stacks").rmdir()
 watch.start()
 watch.enter(3, "gen")
-(Path(sys.argv[1]) / "stacks").rmdir()
 def wait_in_a_collective():
     time.sleep(600)
 wait_in_a_collective()
