@@ -20,7 +20,7 @@ from megatron_dapo.config.errors import EXIT_CONFIG
 from tests.conftest import REPOSITORY
 from tests.unit.config.runs import make_config
 
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 60.0
 BY_RANK = "import os, sys, time; rank = int(os.environ['RANK']); "
 
 
@@ -39,19 +39,26 @@ def test_every_rank_gets_its_place_and_all_done_is_exit_code_0(tmp_path: Path) -
     ("script", "code"),
     [
         ("sys.exit({0: 0, 1: 5}[rank])", 5),
-        ("rank == 0 and time.sleep(60); sys.exit(6)", 6),
-        ("rank == 1 and time.sleep(60); sys.exit(78)", 78),
+        ("rank == 0 and time.sleep(600); sys.exit(6)", 6),
+        ("rank == 1 and time.sleep(600); sys.exit(78)", 78),
         ("rank == 1 and os.kill(os.getpid(), 9)", 137),
-        ("rank == 1 and os.kill(os.getpid(), 9); time.sleep(60)", 137),
-        ("rank == 0 and time.sleep(1); sys.exit([5, 6][rank])", 5),  # the first closes its engines
+        ("rank == 1 and os.kill(os.getpid(), 9); time.sleep(600)", 137),
     ],
 )
 def test_the_first_failure_ends_all_ranks_and_gives_the_exit_code(
-    tmp_path: Path, script: str, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, code: int
 ) -> None:
+    monkeypatch.setattr(launch, "SETTLE_SECONDS", 0.5)
     started = time.monotonic()
     assert run(script, 2, tmp_path) == code
     assert time.monotonic() - started < PATIENCE_SECONDS
+
+
+def test_a_rank_that_failed_first_may_close_its_engines_after_its_peers_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "SETTLE_SECONDS", PATIENCE_SECONDS)
+    assert run("rank == 0 and time.sleep(1); sys.exit([5, 6][rank])", 2, tmp_path) == 5
 
 
 @pytest.mark.parametrize(
@@ -87,6 +94,7 @@ def test_the_last_lines_of_a_failed_rank_come_to_the_console(
 def test_a_rank_that_does_not_end_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launch, "SETTLE_SECONDS", 0.5)
     monkeypatch.setattr(launch, "GRACE_SECONDS", 1.0)
     stubborn = "import signal, subprocess; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     child = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid"
@@ -292,7 +300,7 @@ def test_a_signal_to_save_is_passed_on_and_all_ranks_say_75(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], number: str
 ) -> None:
     ask = f"threading.Timer(2.0, os.kill, (os.getppid(), signal.{number})).start(); "
-    script = f"{LISTEN}rank == 0 and [{ask[:-2]}]; time.sleep(60)"
+    script = f"{LISTEN}rank == 0 and [{ask[:-2]}]; time.sleep(600)"
     assert run(script, 2, tmp_path) == 75
     assert "saved and stopped" in capfd.readouterr().err
 
@@ -305,12 +313,12 @@ def test_a_rank_that_does_not_listen_yet_survives_a_signal_to_save(
 
 
 def test_a_rank_hears_a_signal_that_came_before_it_listened(tmp_path: Path) -> None:
-    script = f"import signal; os.kill(os.getpid(), signal.SIGUSR1); {LISTEN} time.sleep(60)"
+    script = f"import signal; os.kill(os.getpid(), signal.SIGUSR1); {LISTEN} time.sleep(600)"
     assert run(script, 1, tmp_path) == 75
 
 
 def test_one_rank_that_leaves_before_all_have_met_takes_the_others_along(tmp_path: Path) -> None:
-    assert run(f"{LISTEN} rank == 1 and sys.exit(75); time.sleep(60)", 2, tmp_path) == 75
+    assert run(f"{LISTEN} rank == 1 and sys.exit(75); time.sleep(600)", 2, tmp_path) == 75
 
 
 def test_nohup_keeps_a_run_alive_when_the_terminal_closes(
