@@ -19,6 +19,6 @@ def test_importing_the_package_loads_no_heavy_package() -> None:
         "print({'torch', 'transformers', 'megatron', 'vllm'} & set(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

