@@ -66,7 +66,7 @@ def test_a_killed_owner_of_this_machine_is_replaced_at_once(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=f"process {holder.pid} on"):
             lock(tmp_path).acquire()
         os.kill(holder.pid, signal.SIGKILL)
-        time.sleep(0.2)  # not waited for: a zombie is dead too
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # left a zombie, which is dead too
         RunLock(tmp_path, {}, stale_seconds=1e6).acquire()
     finally:
         holder.kill()
@@ -112,7 +112,7 @@ def test_a_half_written_file_is_of_an_owner_that_died(tmp_path: Path) -> None:
 def test_one_of_many_that_find_a_dead_owner_gets_it(tmp_path: Path) -> None:
     here = Owner.here({})
     write_owner(tmp_path, replace(here, started=here.started - 1))
-    locks = [lock(tmp_path) for _ in range(8)]
+    locks = [RunLock(tmp_path, {}) for _ in range(8)]
     refused: list[ConfigError] = []
 
     def acquire(one: RunLock) -> None:
