@@ -36,6 +36,8 @@ FORMAT = 1
 MOST_VERSIONS = 20
 """Files that are kept where no checkpoint comes for long (checkpoint.every=0)."""
 _FILE = re.compile(r"version_(\d{8,})\.jsonl")
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+"""A link in its place may lead to anyone's file, which is not ours to empty."""
 
 
 class ResponseStore:
@@ -95,15 +97,17 @@ class ResponseStore:
 
     def forget_before(self, version: int) -> None:
         """Delete what older weights sampled: no run goes on from before `version` any more."""
-        if not self._folder.is_dir():
-            return
         try:
-            for path in self._folder.iterdir():
-                match = _FILE.fullmatch(path.name)
-                if match is not None and int(match[1]) < version:
-                    path.unlink()
+            names = os.listdir(self._folder) if self._folder.is_dir() else []
         except OSError as error:
+            names = []
             logger.warning("old responses stay in %s: %s", self._folder, error)
+        for match in filter(None, map(_FILE.fullmatch, names)):
+            if int(match[1]) < version:
+                try:
+                    (self._folder / match[0]).unlink(missing_ok=True)
+                except OSError as error:
+                    logger.warning("old responses stay: %s", error)
 
     def close(self) -> None:
         """Release the file; closing again does nothing."""
@@ -158,38 +162,48 @@ class ResponseFile:
         self.path, self.header, self.version = path, header, version
         self._lock = threading.Lock()
         self._places: dict[str, tuple[int, int]] = {}
-        """Request -> first byte of its response, and how many."""
+        """Request -> first byte of its line, and how many."""
+        self._end = 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._end = self._recover()
+        self._descriptor = os.open(path, _OPEN, 0o644)
+        try:
+            self._recover()
+        except OSError:
+            self.close()
+            raise
         if self._places:
             logger.info("%d responses of version %d are in %s", len(self._places), version, path)
 
     def find(self, key: str) -> GenerationResult | None:
-        """The response that was stored for a request; None without one."""
-        place = self._places.get(key)
-        if place is None:
+        """The response that was stored for a request; None without one.
+
+        Looked at once more: the disk, or another process, may have changed it since.
+        """
+        start, length = self._places.get(key, (0, 0))
+        if not length:
             return None
         try:
-            return read_result(os.pread(self._descriptor, place[1], place[0]))
+            line = os.pread(self._descriptor, length, start)
         except OSError as error:
             logger.warning("%s: a response is sampled again: %s", self.path, error)
             return None
+        if whole_line(line) != key:
+            logger.warning("%s: a damaged response is sampled again", self.path)
+            return None
+        return read_result(line)
 
     def append(self, lines: Sequence[tuple[str, bytes]]) -> None:
-        """Write (request, line) pairs and flush them.
+        """Write (request, line) pairs and flush them; once it is closed, nothing.
 
         Raises:
             OSError: not all of it is on the disk; the next one begins where this one did.
         """
         with self._lock:
-            data = b"".join(line for _, line in lines)
-            written = os.pwrite(self._descriptor, data, self._end)
-            if written != len(data):
-                raise OSError(f"only {written} of {len(data)} bytes reached {self.path}")
-            os.fsync(self._descriptor)
+            if self._descriptor < 0:
+                return
+            self._write(b"".join(line for _, line in lines))
             for key, line in lines:
-                self._places[key] = _place(self._end, line)
+                self._places[key] = self._end, len(line)
                 self._end += len(line)
 
     def close(self) -> None:
@@ -199,27 +213,33 @@ class ResponseFile:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
-    def _recover(self) -> int:
-        """Find what is whole, and cut off what a kill left half written; where the file ends."""
+    def _write(self, data: bytes) -> None:
+        """Behind what is there, to the disk."""
+        written = os.pwrite(self._descriptor, data, self._end)
+        if written != len(data):
+            raise OSError(f"only {written} of {len(data)} bytes reached {self.path}")
+        os.fsync(self._descriptor)
+
+    def _recover(self) -> None:
+        """Find what is whole, and cut off what a kill left half written."""
+        damaged = 0
         with open(self._descriptor, "rb", closefd=False) as file:
-            if file.readline() != self.header:
-                os.ftruncate(self._descriptor, 0)
-                os.pwrite(self._descriptor, self.header, 0)
-                os.fsync(self._descriptor)
-                sync_directory(self.path.parent)
-                return len(self.header)
-            end, damaged = len(self.header), 0
-            for start, line in _lines(file, end):
+            known = file.read(len(self.header)) == self.header
+            self._end = len(self.header) if known else 0
+            for start, line in _lines(file, self._end) if known else ():
                 key = whole_line(line)
                 if key is None:
                     damaged += 1
                 else:
-                    self._places[key] = _place(start, line)
-                    end = start + len(line)
+                    self._places[key] = start, len(line)
+                    self._end = start + len(line)
         if damaged:
             logger.warning("%s: %d damaged responses are sampled again", self.path, damaged)
-        os.ftruncate(self._descriptor, end)
-        return end
+        os.ftruncate(self._descriptor, self._end)
+        if not known:
+            self._write(self.header)
+            self._end = len(self.header)
+            sync_directory(self.path.parent)
 
 
 def request_key(request: GenerationRequest) -> str:
@@ -247,9 +267,9 @@ def whole_line(line: bytes) -> str | None:
     return rest.partition(b" ")[0].decode() if whole else None
 
 
-def read_result(text: bytes) -> GenerationResult:
+def read_result(line: bytes) -> GenerationResult:
     """The response of a line that `whole_line` found whole."""
-    told = json.loads(text)
+    told = json.loads(line.split(b" ", 2)[2])
     tokens, logprobs = unpacked_numbers(told)
     return GenerationResult(
         token_ids=tokens,
@@ -265,9 +285,3 @@ def _lines(file: Iterator[bytes], start: int) -> Iterator[tuple[int, bytes]]:
     for line in file:
         yield start, line
         start += len(line)
-
-
-def _place(start: int, line: bytes) -> tuple[int, int]:
-    """Where the response of a line lies that begins at `start`: behind two words."""
-    front = line.index(b" ", line.index(b" ") + 1) + 1
-    return start + front, len(line) - front

@@ -274,3 +274,84 @@ def test_the_same_weights_again_keep_the_file(tmp_path: Path) -> None:
         return engine
 
     assert len(asyncio.run(run()).requests) == 1
+
+
+def test_what_is_changed_under_a_run_is_sampled_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> tuple[list[GenerationResult], FakeEngine]:
+        store, engine = ResponseStore(tmp_path, "processed"), FakeEngine(VERSION)
+        await store.serve(VERSION, WEIGHTS)
+        for request in REQUESTS[:3]:
+            await store.sampled(request, engine.generate)
+        header, first, second, third = file_of(tmp_path).read_bytes().splitlines(keepends=True)
+        broken = bytearray(second)
+        broken[-9] ^= 1
+        file_of(tmp_path).write_bytes(header + first + broken + third[:-30])
+        engine.requests.clear()
+        found = [await store.sampled(request, engine.generate) for request in REQUESTS[:3]]
+        store.close()
+        return found, engine
+
+    with caplog.at_level(logging.WARNING):
+        found, engine = asyncio.run(run())
+    assert engine.requests == REQUESTS[1:3]
+    direct = FakeEngine(VERSION)
+    assert found == [asyncio.run(direct.generate(request)) for request in REQUESTS[:3]]
+    assert caplog.text.count("sampled again") == 2
+
+
+def test_a_disk_that_stays_full_uses_up_no_file_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        store = ResponseStore(tmp_path, "processed")
+        for version in range(30):
+            await store.serve(version, WEIGHTS)
+        store.close()
+
+    monkeypatch.setattr(response_store.os, "pwrite", full)
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(run())
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("of somebody else")
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    file_of(folder).symlink_to(precious)
+    with caplog.at_level(logging.WARNING):
+        results, _ = sample(folder)
+    assert len(results) == len(REQUESTS)
+    assert precious.read_text() == "of somebody else"
+    assert "responses are not stored" in caplog.text
+
+
+def test_an_update_that_closes_the_file_under_a_response_is_no_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = response_store.ResponseFile(file_of(tmp_path), b"header\n", VERSION)
+    file.close()
+    file.append([("key", b"line\n")])
+    assert file_of(tmp_path).read_bytes() == b"header\n"
+    assert file.find("key") is None
+
+
+def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path) -> None:
+    for version in range(5):
+        file_of(tmp_path, version).write_text("old")
+    for version in (1, 3):
+        file_of(tmp_path, version).unlink()
+        file_of(tmp_path, version).mkdir()
+    ResponseStore(tmp_path, "processed").forget_before(5)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "version_00000001.jsonl",
+        "version_00000003.jsonl",
+    ]
