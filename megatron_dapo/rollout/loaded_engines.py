@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Coroutine
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from megatron_dapo.config import RunConfig
+from megatron_dapo.rollout.engine_watch import EngineWatch
 from megatron_dapo.rollout.event_loop import EventLoopThread
 from megatron_dapo.rollout.server_options import Device, ServerOptions, server_options
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import VllmServer
 
+logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
 class LoadedEngines:
     """`rollout.engines` servers of our own, each with the weights of one folder.
 
-    A context: inside it the engines answer, after it nothing of them is left. Needs no process
-    group; `rollout.endpoints` and the trainers' layout are not read.
+    A context: inside it the engines answer, after it nothing of them is left. Each is watched as
+    in training; one that is lost is killed, and not replaced: its requests go to the others. Needs
+    no process group; `rollout.endpoints` and the trainers' layout are not read.
 
     Args:
         config: how the engines are started; logs go into its run_dir.
@@ -31,7 +37,8 @@ class LoadedEngines:
     def __init__(self, config: RunConfig, folder: Path, device: Device) -> None:
         self.engines: list[VllmEngine] = []
         """Clients in order. Use them inside `run` only."""
-        self._timeout = config.rollout.request_timeout_seconds
+        self._rollout = config.rollout
+        self._watches: list[asyncio.Task[None]] = []
         self._servers = [VllmServer(options) for options in loading_options(config, folder, device)]
         self._loop = EventLoopThread("evaluated engines")
 
@@ -78,15 +85,40 @@ class LoadedEngines:
 
     async def _connect(self, server: VllmServer) -> VllmEngine:
         engine = VllmEngine(
-            server.endpoint, label=server.label, request_timeout_seconds=self._timeout
+            server.endpoint,
+            label=server.label,
+            request_timeout_seconds=self._rollout.request_timeout_seconds,
         )
         await engine.adopt()
+        watch = asyncio.ensure_future(self._watch(engine, server))
+        watch.add_done_callback(partial(_unwatched, engine))
+        self._watches.append(watch)
         return engine
 
+    async def _watch(self, engine: VllmEngine, server: VllmServer) -> None:
+        """Once the engine is lost: nothing of its server is left, whatever state that is in."""
+        watch = EngineWatch(engine, server, self._rollout)
+        await watch.until_gone()
+        await watch.last_words()
+        reason = server.exit_reason() or "it does not answer, and is killed"
+        logger.error("%s: %s. Its last lines:\n%s", server.name, reason, server.log_tail())
+        await asyncio.to_thread(server.kill)
+
     async def _disconnect(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
         engines, self.engines = self.engines, []
         for engine in engines:
             await engine.close()
+
+
+def _unwatched(engine: VllmEngine, watch: asyncio.Task[None]) -> None:
+    """What ended the watching early must not leave its requests waiting."""
+    error = None if watch.cancelled() else watch.exception()
+    if error is not None:
+        logger.error("%s is not watched any more", engine.label, exc_info=error)
+        engine.lose(f"nothing watches it any more: {error!r}")
 
 
 def loading_options(config: RunConfig, folder: Path, device: Device) -> list[ServerOptions]:

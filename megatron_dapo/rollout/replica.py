@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 
 from megatron_dapo.config import RunConfig
 from megatron_dapo.rollout.engine import EngineError
-from megatron_dapo.rollout.health import SERVER, Heartbeat
+from megatron_dapo.rollout.engine_watch import EngineWatch
+from megatron_dapo.rollout.health import SERVER
 from megatron_dapo.rollout.remote_engines import token_of
 from megatron_dapo.rollout.restarts import RestartBudget
 from megatron_dapo.rollout.vllm_engine import VllmEngine
@@ -17,10 +18,6 @@ from megatron_dapo.rollout.weight_update import end_open_update
 
 logger = logging.getLogger(__name__)
 
-EXIT_LOOK_SECONDS = 0.1
-"""Between two looks whether our own server has ended."""
-LAST_WORDS_SECONDS = 2.0
-"""What a server that broke gets to end, so that its exit code can be told."""
 LATER_SECONDS = 30.0
 """An engine that waits in vain for trainers says so itself before it is given up."""
 
@@ -137,51 +134,12 @@ class Replica:
     async def _until_gone(self) -> str:
         """Returns once the engine is lost, all its requests ended: why."""
         engine = self.engine
-        signs: list[Coroutine[object, object, str]] = [self._until_ended(), self._until_silent()]
-        watches = [asyncio.ensure_future(sign) for sign in signs]
-        gone = asyncio.ensure_future(engine.gone.wait())
-        try:
-            await asyncio.wait([*watches, gone], return_when=asyncio.FIRST_COMPLETED)
-            for watch in watches:
-                if watch.done():
-                    engine.lose(watch.result())
-        finally:
-            for task in [*watches, gone]:
-                task.cancel()
+        seconds = self._resharding.timeout_seconds
+        watch = EngineWatch(engine, self.server, self._rollout, seconds)
+        await watch.until_gone()
         if not self._forgiven:
-            await self._last_words()
+            await watch.last_words()
         return engine.why_unusable
-
-    async def _until_ended(self) -> str:
-        """Our server has ended; with what."""
-        server = self.server
-        if server is None:
-            await asyncio.Event().wait()  # somebody else's
-            raise AssertionError("nobody sets it")
-        while not (reason := server.exit_reason()):
-            await asyncio.sleep(EXIT_LOOK_SECONDS)
-        return reason
-
-    async def _until_silent(self) -> str:
-        engine = self.engine
-        heartbeat = Heartbeat(
-            engine.http.status,
-            every_seconds=self._rollout.heartbeat_seconds,
-            timeout_seconds=self._rollout.heartbeat_timeout_seconds,
-            updating=lambda: engine.updating,
-            update_seconds=self._resharding.timeout_seconds,
-        )
-        return await heartbeat.until_lost()
-
-    async def _last_words(self) -> None:
-        """A broken connection is noticed before the end of the process behind it."""
-        if self.server is not None:
-            ended = self._until_ended()
-            try:
-                async with asyncio.timeout(LAST_WORDS_SECONDS):
-                    await ended
-            except TimeoutError:
-                return
 
     async def _replace(self, reason: str) -> VllmEngine:
         """A fresh client of a fresh server, within the budget.

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megatron_dapo.config import RunConfig
-from megatron_dapo.rollout import replica, restarts, vllm_server
+from megatron_dapo.rollout import engine_watch, replica, restarts, vllm_server
 from megatron_dapo.rollout.dispatch import gather_or_cancel
 from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, GenerationResult
 from megatron_dapo.rollout.engine_http import ATTEMPTS
@@ -353,11 +353,11 @@ def test_an_error_that_nobody_expects_of_a_replacement_ends_the_run(
 def test_an_engine_that_nothing_watches_any_more_ends_the_run(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def broken(heartbeat: replica.Heartbeat) -> str:
+    async def broken(heartbeat: engine_watch.Heartbeat) -> str:
         raise KeyError("status")
 
     pair.update(1)
-    monkeypatch.setattr(replica.Heartbeat, "until_lost", broken)
+    monkeypatch.setattr(engine_watch.Heartbeat, "until_lost", broken)
     pair.break_and_mend(1)  # its next watch is the broken one
     wait_for(lambda: pair.fleet._replicas[1].failure is not None)
     with pytest.raises(EngineUnavailable, match="nothing watches it"):
@@ -473,7 +473,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFleet
 
     monkeypatch.setattr(vllm_server, "server_command", command)
     monkeypatch.setattr(vllm_server, "GRACE_SECONDS", 1.0)
-    monkeypatch.setattr(replica, "LAST_WORDS_SECONDS", 0.2)
+    monkeypatch.setattr(engine_watch, "LAST_WORDS_SECONDS", 0.2)
     monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 0.001)
     beats = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 3.0}
     config = make_config(rollout={"engines": 2, **beats})
