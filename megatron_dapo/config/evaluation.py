@@ -54,7 +54,7 @@ class EvaluationConfig(Section):
     top_p: float = Field(default=0.7, ge=1e-6, le=1.0)
     """Share of the probability mass that is sampled from."""
     max_prompts: PositiveInt | None = None
-    """Only the first ones; default all."""
+    """Only the first ones of each set; default: all."""
     answer_style: AnswerStyle | None = None
     """Where the answer is read; default: reward.style."""
     save_samples: bool = True

@@ -77,10 +77,11 @@ def _read_file(file: HeldoutFile, tokenizer: Tokenizer) -> list[HeldoutSet]:
     assert file.data.heldout is not None, f"{file.key} has no file"
     loaded = PromptSet.load(file.data.heldout, file.data, tokenizer)
     by_name: dict[str, list[Prompt]] = {}
-    for prompt in loaded.prompts[: file.max_prompts]:
+    for prompt in loaded.prompts:
         by_name.setdefault(file.name or prompt.source or UNNAMED, []).append(prompt)
     return [
-        HeldoutSet(name, tuple(prompts), file, loaded.report) for name, prompts in by_name.items()
+        HeldoutSet(name, tuple(prompts[: file.max_prompts]), file, loaded.report)
+        for name, prompts in by_name.items()
     ]
 
 

@@ -61,6 +61,16 @@ def sample(
     return asyncio.run(heldout.sample(generate, step=step, policy_version=version))
 
 
+def test_each_set_of_a_file_is_cut_to_its_first_prompts(tmp_path: Path) -> None:
+    heldout = f"data.heldout={tmp_path / 'heldout.jsonl'}"
+    sets = read_heldout(run(tmp_path, heldout, "evaluation.max_prompts=1"), WordTokenizer())
+    assert {found.name: [prompt.answer for prompt in found.prompts] for found in sets} == {
+        "sums": ["0"],
+        "heldout": ["2"],
+        "primes": ["3"],
+    }
+
+
 def test_rows_name_the_sets_of_data_heldout_and_others_have_the_name_of_their_key(
     tmp_path: Path,
 ) -> None:
