@@ -25,6 +25,8 @@ NOT_COMPARED = ("run_dir", "logging.", "checkpoint.", "training.steps", "evaluat
 """Keys that do not change what is trained."""
 OF_THE_OPTIMIZER = "parallel.distributed_optimizer"
 """Its state is saved in one way or the other, whatever the layout."""
+OF_THE_EXPERTS = "parallel.expert"
+"""1: one optimizer holds dense and expert weights; more: two. Neither is cut into the other."""
 
 
 def run_identity(config: RunConfig, prompts: str) -> dict[str, JsonValue]:
@@ -56,8 +58,8 @@ def check_identity(checkpoint: Path, here: Mapping[str, JsonValue]) -> None:
         here: of `run_identity`.
 
     Raises:
-        ConfigError: seed, prompts, model or the kind of optimizer differ, named with both values;
-            or another version of this package wrote the checkpoint in another format.
+        ConfigError: seed, prompts, model or what the optimizer holds differ, named with both
+            values; or another version of this package wrote the checkpoint in another format.
     """
     read_header(checkpoint)
     identity = read_state(checkpoint, IDENTITY)
@@ -65,12 +67,8 @@ def check_identity(checkpoint: Path, here: Mapping[str, JsonValue]) -> None:
         return
     problems = list(_mismatches(checkpoint, identity, here[IDENTITY]))
     changes = list(_changes(read_state(checkpoint, CONFIG), here[CONFIG]))
-    problems += [
-        f"{key}={now}: {checkpoint} was trained with {before}, and its optimizer goes on with "
-        f"nothing else. Resume with {key}={before}, or start from its weights in another run_dir"
-        for key, before, now in changes
-        if key == OF_THE_OPTIMIZER
-    ]
+    for key, before, now in changes:
+        problems += _of_the_optimizer(checkpoint, key, before, now)
     if problems:
         raise ConfigError(problems)
     for key, before, now in changes:
@@ -112,6 +110,24 @@ def _mismatches(checkpoint: Path, there: JsonValue, here: JsonValue) -> Iterator
                 f"{key}={_told(mine)}: {checkpoint} was trained with {_told(saved)}. Go on with "
                 "what it was trained with, or start a new run in another run_dir"
             )
+
+
+def _of_the_optimizer(
+    checkpoint: Path, key: str, before: JsonValue, now: JsonValue
+) -> Iterator[str]:
+    """Why the saved state of the optimizer cannot be gone on with, where `key` is the cause."""
+    if key == OF_THE_OPTIMIZER:
+        wanted, which = str(before), f"{key}={before}"
+    elif key == OF_THE_EXPERTS and 1 in (before, now):
+        wanted = "1" if before == 1 else "more than 1"
+        which = f"{key}={before}" if before == 1 else f"{key}={before} (or another size above 1)"
+    else:
+        return
+    yield (
+        f"{key}={now}: {checkpoint} was trained with {before}, and its optimizer goes on with "
+        f"{wanted} alone. Resume with {which}, or export its weights and start from them as "
+        "model.path in another run_dir"
+    )
 
 
 def _told(value: Mapping[str, JsonValue]) -> str:

@@ -74,6 +74,32 @@ def test_another_kind_of_optimizer_is_refused(tmp_path: Path, config: RunConfig)
         check_identity(checkpoint, run_identity(other, "prompts"))
 
 
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (4, 1)])
+def test_experts_in_another_number_of_optimizers_are_refused(
+    tmp_path: Path, config: RunConfig, before: int, now: int
+) -> None:
+    def with_expert(size: int) -> RunConfig:
+        section = config.parallel.model_copy(update={"expert": size})
+        return config.model_copy(update={"parallel": section})
+
+    checkpoint = saved(tmp_path / "step", with_expert(before))
+    told = rf"^parallel\.expert={now}: .* was trained with {before}, .*Resume with .*={before}"
+    with pytest.raises(ConfigError, match=told):
+        check_identity(checkpoint, run_identity(with_expert(now), "prompts"))
+
+
+def test_experts_may_be_cut_otherwise(
+    tmp_path: Path, config: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    def with_expert(size: int) -> RunConfig:
+        section = config.parallel.model_copy(update={"expert": size})
+        return config.model_copy(update={"parallel": section})
+
+    checkpoint = saved(tmp_path / "step", with_expert(2))
+    check_identity(checkpoint, run_identity(with_expert(4), "prompts"))
+    assert "parallel.expert was 2, it is 4 from here on" in caplog.text
+
+
 def test_weights_alone_belong_to_no_run(tmp_path: Path, config: RunConfig) -> None:
     (tmp_path / HEADER_FILE).write_text(Header(0, {}, 0).text())
     check_identity(tmp_path, run_identity(config, "prompts"))
