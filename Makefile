@@ -61,7 +61,7 @@ test-slurm: install
 bench: install
 	$(BIN)/python benchmarks/loss_memory.py
 	$(BIN)/python benchmarks/loss_time.py
-	$(BIN)/python benchmarks/resharding.py
+	$(BIN)/python -m benchmarks.resharding
 	$(BIN)/python benchmarks/data_check.py
 	$(BIN)/python benchmarks/grading.py
 	$(BIN)/python benchmarks/engine_requests.py

@@ -1,6 +1,6 @@
 """One weight update of a 0.5B model, tensor parallel 2 -> 2: full gather and broadcast, or a plan.
 
-    python benchmarks/resharding.py [--layers 24] [--bucket-mib 128] [--repeats 3]
+    python -m benchmarks.resharding [--layers 24] [--bucket-mib 128] [--repeats 3]
 
 Four processes with one thread each: two trainer ranks that hold Megatron's shards of a model of
 the shape of Qwen2.5-0.5B (random weights, bfloat16), and two plain processes in place of engine
@@ -27,7 +27,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -42,19 +42,17 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import Qwen2Config
 
-from megatron_dapo.resharding.cuts import unfuse
+from benchmarks.resharding_peer import TRAINERS, WORKERS, Gathered
 from megatron_dapo.resharding.files import FileSender
 from megatron_dapo.resharding.meeting import Meeting
 from megatron_dapo.resharding.messages import Outbox
-from megatron_dapo.resharding.name_map import Entry, family_for
+from megatron_dapo.resharding.name_map import family_for
 from megatron_dapo.resharding.plan import EngineLayout, ReshardPlan, TrainLayout, build_plan
 from megatron_dapo.resharding.point_to_point import PointToPointSender
 from megatron_dapo.resharding.receive import PlannedWeights
 from megatron_dapo.resharding.receivers import open_receiver
-from megatron_dapo.resharding.train_map import blocks
 from megatron_dapo.resharding.transport import InitInfo, Sender, new_payload
 
-TRAINERS, WORKERS = 2, 2
 TIMEOUT = timedelta(seconds=300)
 MOST_OF_THE_BYTES = 0.55
 """Bar: what the bridge's workers receive, of what those of gather + broadcast receive."""
@@ -88,80 +86,6 @@ class LiveParameters:
 
     def close(self) -> None:
         """They are in their final layout."""
-
-
-class Gathered:
-    """What peers do: full tensors on every trainer, a broadcast, a cut on every worker."""
-
-    def __init__(self, plan: ReshardPlan, rank: int, held: Mapping[str, Tensor]) -> None:
-        self.plan, self.rank, self.held = plan, rank, held
-        self.bytes_received = 0
-        self.trainers = dist.new_group(list(range(TRAINERS)))
-        self.receivers = dist.new_group([0, *range(TRAINERS, TRAINERS + WORKERS)])
-
-    def run(self) -> None:
-        self.bytes_received = 0
-        bucket: dict[str, tuple[tuple[int, ...], Tensor | None]] = {}
-        filled = 0
-        for entry in self.plan.entries:
-            full = self._full(entry) if self.rank < TRAINERS else [None] * len(entry.hf)
-            for tensor, value in zip(entry.hf, full, strict=True):
-                size = torch.Size(tensor.shape).numel() * 2
-                if bucket and filled + size > self.plan.bucket_bytes:
-                    self._broadcast(bucket, filled)
-                    bucket, filled = {}, 0
-                bucket[tensor.name] = (tensor.shape, value)
-                filled += size
-        self._broadcast(bucket, filled)
-
-    def _full(self, entry: Entry) -> Sequence[Tensor | None]:
-        """Full Hugging Face tensors of one parameter, on every trainer."""
-        shard = self.held[entry.key]
-        cut = entry.rule.cut
-        if cut.dim is None:
-            return [shard]
-        shards = [torch.empty_like(shard) for _ in range(TRAINERS)]
-        dist.all_gather(shards, shard, group=self.trainers)
-        self.bytes_received += shard.nbytes * (TRAINERS - 1)
-        dim = cut.dim
-        if cut.padded or dim == 1:
-            whole = torch.cat(shards, dim)
-            return [whole.narrow(dim, 0, entry.hf[0].shape[dim])]
-        rows = [tensor.shape[0] // TRAINERS for tensor in entry.hf]
-        count = blocks(entry.rule, self.plan.family, TRAINERS)
-        parts = [unfuse(one, rows, count) for one in shards]
-        return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
-
-    def _broadcast(
-        self, bucket: Mapping[str, tuple[tuple[int, ...], Tensor | None]], size: int
-    ) -> None:
-        if self.rank in range(1, TRAINERS):
-            return
-        if self.rank == 0:
-            whole = [value.reshape(-1) for _, value in bucket.values() if value is not None]
-            dist.broadcast(torch.cat(whole), 0, group=self.receivers)
-            return
-        flat = torch.empty(size // 2, dtype=torch.bfloat16)
-        dist.broadcast(flat, 0, group=self.receivers)
-        self.bytes_received += size
-        offset = 0
-        for name, (shape, _) in bucket.items():
-            count = torch.Size(shape).numel()
-            self._load(name, flat[offset : offset + count].view(shape))
-            offset += count
-
-    def _load(self, name: str, full: Tensor) -> None:
-        """As a weight loader of an engine does."""
-        worker, numbers = self.rank - TRAINERS, [n for n in name.split(".") if n.isdigit()]
-        open_name = name.replace(f".{numbers[0]}.", ".{layer}.") if numbers else name
-        target = self.plan.map.target(open_name, worker)
-        parameter = target.parameter.format(layer=numbers[0] if numbers else None)
-        into = self.held[parameter]
-        into = into.view(-1, 1) if into.dim() == 1 else into
-        source = full.view(-1, 1) if full.dim() == 1 else full
-        piece = target.piece
-        part = source[piece.row : piece.row + piece.rows, piece.col : piece.col + piece.cols]
-        into[piece.to_row : piece.to_row + part.shape[0], : part.shape[1]].copy_(part)
 
 
 class Bridged:
