@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch.distributed as dist
 from pydantic import JsonValue
@@ -30,7 +30,7 @@ from megatron_dapo.config.load import save_resolved
 from megatron_dapo.observability.run_files import read_run_record
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.watchdog import Watchdog
-from megatron_dapo.parallel.collectives import from_rank_0
+from megatron_dapo.parallel.collectives import decided_by_rank_0
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.parallel.launch_env import LaunchEnv, init_process_group, read_launch_env
 from megatron_dapo.parallel.stop import StopRequest
@@ -43,7 +43,6 @@ from megatron_dapo.rollout.driver import RolloutDriver
 from megatron_dapo.rollout.server_options import Device
 from megatron_dapo.trainer import ROLLOUT, Trainer
 
-ValueT = TypeVar("ValueT")
 logger = logging.getLogger(__name__)
 
 
@@ -239,25 +238,6 @@ def _open_rollouts(
     for rollouts, _ in opened:
         rollouts.start()
     return opened[0] if opened else (None, {})
-
-
-def decided_by_rank_0(decide: Callable[[], ValueT], group: dist.ProcessGroup) -> ValueT:
-    """What `decide` gives on global rank 0, on every rank. Every rank calls it.
-
-    Raises:
-        ConfigError: on every rank, what `decide` raised.
-    """
-    value: ValueT | None = None
-    problems: tuple[str, ...] = ()
-    if dist.get_rank() == 0:
-        try:
-            value = decide()
-        except ConfigError as error:
-            problems = error.problems
-    value, problems = from_rank_0((value, problems), group)
-    if problems:
-        raise ConfigError(problems)
-    return cast(ValueT, value)
 
 
 def join_ranks(config: RunConfig, environment: LaunchEnv) -> ParallelContext:

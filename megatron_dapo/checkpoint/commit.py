@@ -7,7 +7,8 @@
     step_N.corrupt   found damaged and set aside; nothing reads or deletes it
 
 Whatever a dead process left with a dot in front, the next start finishes or removes.
-A manifest names every file with its size and SHA-256, and protects itself by its own.
+A manifest names every file with its size and SHA-256, and protects itself by its own. So a manifest
+of a later version of this package is told from a damaged one: it is refused, and stays as it is.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatron_dapo.checkpoint.durable_files import (
     sync_directory,
     write_durably,
 )
+from megatron_dapo.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +38,19 @@ CHECKPOINTS = "checkpoints"
 TENSORS = "megatron"
 """Folder in a checkpoint: the distributed checkpoint of weights and optimizer."""
 MANIFEST_FILE = "manifest.json"
+MANIFEST_FORMAT = 1
+"""Rises when a manifest changes its meaning. In every format `sha256` is that of the JSON text of
+all other keys."""
 POINTER_FILE = "latest"
 """Holds the name of the newest complete checkpoint, for people and scripts; nothing of ours reads
 it."""
 _STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.(?:step_(\d{8,})\.(tmp|old|removed)|latest\.tmp)")
 _CORRUPT = re.compile(r"step_\d{8,}\.corrupt(?:\.\d+)?")
+
+
+class ManifestError(ValueError):
+    """A manifest is missing or damaged."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -84,32 +93,59 @@ def read_manifest(checkpoint: Path) -> dict[str, FileRecord]:
     """File name -> size and SHA-256 of everything in a committed checkpoint.
 
     Raises:
-        ValueError: it is missing, not as it was written, or of another step than its folder.
+        ManifestError: it is missing, not as it was written, or of another step than its folder.
+        ConfigError: another version of this package wrote it in another format.
     """
     path = checkpoint / MANIFEST_FILE
+    files: dict[str, FileRecord] = {}
     try:
         text = path.read_text()
         document = json.loads(text)
-        files: dict[str, FileRecord] = document["files"]
-        step = document["step"]
-        unchanged = text == _manifest_text(step, files)
+        ours = document["format"] == MANIFEST_FORMAT
+        unchanged = _own_digest(document) == document["sha256"]
+        if ours:
+            files, step = document["files"], document["step"]
+            unchanged = text == _manifest_text(step, files)
     except FileNotFoundError as error:
-        raise ValueError(f"{MANIFEST_FILE} is missing") from error
+        raise ManifestError(f"{MANIFEST_FILE} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST_FILE} cannot be read: {error}") from error
+        raise ManifestError(f"{MANIFEST_FILE} cannot be read: {error}") from error
     if not unchanged:
-        raise ValueError(f"{MANIFEST_FILE} differs from its own digest")
+        raise ManifestError(f"{MANIFEST_FILE} differs from its own digest")
+    if not ours:
+        raise other_format(checkpoint, MANIFEST_FILE, document["format"], MANIFEST_FORMAT)
     named = _STEP.fullmatch(checkpoint.name)
     if named and int(named[1]) != step:
-        raise ValueError(f"it is the checkpoint of step {step} under another name")
+        raise ManifestError(f"it is the checkpoint of step {step} under another name")
     return files
 
 
+def other_format(checkpoint: Path, file: str, found: object, known: int) -> ConfigError:
+    """The refusal of a checkpoint that is sound, and of a format that this version does not read.
+
+    Args:
+        file: of the checkpoint, whose format it is.
+    """
+    version = "another"
+    if isinstance(found, int):
+        version = "a newer" if found > known else "an older"
+    return ConfigError(
+        f"checkpoint {checkpoint} was made by {version} version of megatron_dapo: its {file} has "
+        f"format={found}, this version reads format {known}. Nothing of it was changed. Go on with "
+        "the version that wrote it, or start anew from its weights: export them there, and name "
+        "the folder as model.path of a new run_dir"
+    )
+
+
 def find_faults(checkpoint: Path) -> list[str]:
-    """Why a checkpoint is incomplete, by names and sizes; empty when it is complete."""
+    """Why a checkpoint is incomplete, by names and sizes; empty when it is complete.
+
+    Raises:
+        ConfigError: another version of this package wrote it in another format.
+    """
     try:
         records = read_manifest(checkpoint)
-    except ValueError as error:
+    except ManifestError as error:
         return [str(error)]
     return list(size_faults(checkpoint, records))
 
@@ -189,12 +225,18 @@ def _put_in_place(folder: Path, step: int) -> None:
 
 def _manifest_text(step: int, records: Mapping[str, FileRecord]) -> str:
     document: dict[str, object] = {
-        "format": 1,
+        "format": MANIFEST_FORMAT,
         "step": step,
         "files": dict(sorted(records.items())),
     }
-    document["sha256"] = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    document["sha256"] = _own_digest(document)
     return json.dumps(document, indent=1)
+
+
+def _own_digest(document: Mapping[str, object]) -> str:
+    """Of a manifest without that key."""
+    others = {key: value for key, value in document.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(others).encode()).hexdigest()
 
 
 def clear_leftovers(folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_dapo.checkpoint.commit import (
+    ManifestError,
     clear_leftovers,
     find_faults,
     list_corrupt,
@@ -20,7 +21,7 @@ from megatron_dapo.checkpoint.commit import (
     step_folder,
 )
 from megatron_dapo.checkpoint.durable_files import FileRecord, content_faults
-from megatron_dapo.parallel.collectives import from_rank_0
+from megatron_dapo.parallel.collectives import decided_by_rank_0
 
 logger = logging.getLogger(__name__)
 _OWNER = re.compile(r"(?:__|rank_)(\d+)")
@@ -36,11 +37,12 @@ def find_checkpoint(folder: Path, group: ProcessGroup) -> Path | None:
 
     Raises:
         RuntimeError: on every rank, where there were checkpoints and none is left to trust.
+        ConfigError: on every rank: another version of this package wrote one that would be next, in
+            another format. It is left as it is.
     """
-    if dist.get_rank(group) == 0:
-        clear_leftovers(folder)
+    decided_by_rank_0(lambda: clear_leftovers(folder), group)
     while True:
-        step = from_rank_0(_newest(folder) if dist.get_rank(group) == 0 else None, group)
+        step = decided_by_rank_0(lambda: _newest(folder), group)
         if step is None:
             break
         checkpoint = step_folder(folder, step)
@@ -49,7 +51,7 @@ def find_checkpoint(folder: Path, group: ProcessGroup) -> Path | None:
             return checkpoint
         if dist.get_rank(group) == 0:
             set_aside(checkpoint, faults[0])
-    corrupt = from_rank_0(list_corrupt(folder) if dist.get_rank(group) == 0 else None, group)
+    corrupt = decided_by_rank_0(lambda: list_corrupt(folder), group)
     if corrupt:
         raise RuntimeError(
             f"no checkpoint in {folder} can be trusted: {', '.join(path.name for path in corrupt)} "
@@ -62,12 +64,11 @@ def find_checkpoint(folder: Path, group: ProcessGroup) -> Path | None:
 def damage_found_together(checkpoint: Path, group: ProcessGroup) -> list[str]:
     """Faults of a checkpoint, the same on every rank; the ranks share the reading. Collective."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    mine: list[str] = find_faults(checkpoint) if rank == 0 else []
-    mine = from_rank_0(mine, group)
+    mine = decided_by_rank_0(lambda: find_faults(checkpoint), group)
     if not mine:
         try:
             mine = list(content_faults(checkpoint, _share(read_manifest(checkpoint), rank, world)))
-        except ValueError as error:
+        except ManifestError as error:
             mine = [str(error)]
     faults: list[list[str]] = [[]] * world
     dist.all_gather_object(faults, mine, group=group)

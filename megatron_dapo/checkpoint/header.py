@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-from megatron_dapo.checkpoint.commit import read_manifest
-from megatron_dapo.config import ConfigError
+from megatron_dapo.checkpoint.commit import other_format, read_manifest
 
 FORMAT = 2
 """Rises when a file of a checkpoint is renamed or changes its meaning."""
@@ -56,11 +55,7 @@ def read_header(checkpoint: Path) -> Header:
         document = json.loads(path.read_text())
     found = document.pop("format")
     if found != FORMAT:
-        raise ConfigError(
-            f"checkpoint {checkpoint} has format={found}, this version of megatron_dapo reads "
-            f"format {FORMAT}. Go on with the version that wrote it, or start anew from its "
-            "weights: export them there, and name the folder as model.path of a new run_dir"
-        )
+        raise other_format(checkpoint, HEADER_FILE, found, FORMAT)
     score = document.pop("score")
     return Header(**document, score=None if score is None else Score(**score))
 

@@ -15,6 +15,7 @@ from megatron_dapo.checkpoint.commit import (
     step_folder,
 )
 from megatron_dapo.checkpoint.header import Score, read_header
+from megatron_dapo.config import ConfigError
 from megatron_dapo.config.checkpoint import CheckpointConfig
 
 logger = logging.getLogger(__name__)
@@ -50,13 +51,13 @@ def score_of(metrics: Mapping[str, float], name: str) -> Score | None:
 def remove_old(folder: Path, settings: CheckpointConfig) -> None:
     """Delete what no rule keeps; call it only after a new checkpoint is committed.
 
-    One that is incomplete neither counts nor is deleted. A failure is a warning: the new
-    checkpoint stands.
+    One that is incomplete neither counts nor is deleted. A failure, or one of another version's
+    format, is a warning: the new checkpoint stands.
     """
     try:
         steps = [step for step in list_steps(folder) if not find_faults(step_folder(folder, step))]
         going = steps_to_remove(steps, settings, _scores(folder, steps, settings))
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         logger.warning("old checkpoints stay: %s", error)
         return
     for step in going:

@@ -22,6 +22,7 @@ from megatron_dapo.checkpoint.commit import (
     step_folder,
     verify_files,
 )
+from megatron_dapo.checkpoint.header import HEADER_FILE, read_header
 from megatron_dapo.cli.signals import leaving_through_clean_up
 from megatron_dapo.config import ConfigError, RunConfig, load_config
 from megatron_dapo.config.model_family import family_problems
@@ -84,7 +85,8 @@ def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
         config: names the model's folder (configuration, tokenizer) and the dtype to write.
 
     Raises:
-        ConfigError: a file of the checkpoint is damaged, or reading it might run foreign code.
+        ConfigError: a file of the checkpoint is damaged, reading it might run foreign code, or
+            another version of this package wrote it in another format.
         ValueError: the checkpoint is not of the model in `config.model.path`, or `out` exists.
     """
     # Imported here: the other answers of this command need neither torch nor transformers.
@@ -99,7 +101,9 @@ def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
     check_paths(source, out)
     hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
-    _verify(checkpoint, [f"{TENSORS}/{METADATA_FILE}"])
+    headers = {HEADER_FILE} & read_manifest(checkpoint).keys()
+    _verify(checkpoint, [*headers, f"{TENSORS}/{METADATA_FILE}"])
+    read_header(checkpoint)  # refuses another format
     refuse_code(checkpoint / TENSORS)
     stream = saved_weights(checkpoint / TENSORS, hf_config, dtype=dtype)
     _verify(checkpoint, [name for name in read_manifest(checkpoint) if name.startswith(TENSORS)])
@@ -150,8 +154,15 @@ def find_checkpoint(path: Path, key: str = "CHECKPOINT") -> tuple[Path, Path]:
     return run_dir, checkpoint
 
 
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        return not find_faults(checkpoint)
+    except ConfigError:  # of another version
+        return False
+
+
 def _what_exists(folder: Path) -> str:
-    steps = [step for step in list_steps(folder) if not find_faults(step_folder(folder, step))]
+    steps = [step for step in list_steps(folder) if _is_complete(step_folder(folder, step))]
     if not steps:
         return f"{folder} holds no complete step"
     return f"{folder} holds steps {', '.join(map(str, steps))}"

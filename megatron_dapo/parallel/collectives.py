@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_dapo.config import ConfigError
 
 ValueT = TypeVar("ValueT")
 _DTYPES = {
@@ -26,6 +28,25 @@ def from_rank_0(value: ValueT, group: dist.ProcessGroup) -> ValueT:
     box = [value]
     dist.broadcast_object_list(box, group_src=0, group=group)
     return box[0]
+
+
+def decided_by_rank_0(decide: Callable[[], ValueT], group: dist.ProcessGroup) -> ValueT:
+    """What `decide` gives on rank 0 of `group`, on every rank of it. Every rank calls it.
+
+    Raises:
+        ConfigError: on every rank, what `decide` raised.
+    """
+    value: ValueT | None = None
+    problems: tuple[str, ...] = ()
+    if dist.get_rank(group) == 0:
+        try:
+            value = decide()
+        except ConfigError as error:
+            problems = error.problems
+    value, problems = from_rank_0((value, problems), group)
+    if problems:
+        raise ConfigError(problems)
+    return cast(ValueT, value)
 
 
 def raise_together(failure: Exception | None, group: dist.ProcessGroup) -> None:

@@ -31,10 +31,13 @@ from megatron_dapo.checkpoint.commit import (
     verify_files,
 )
 from megatron_dapo.checkpoint.durable_files import replace_durably
+from megatron_dapo.checkpoint.find import find_checkpoint
 from megatron_dapo.checkpoint.header import read_states, state_files
 from megatron_dapo.checkpoint.retention import remove_old
+from megatron_dapo.config import ConfigError
 from megatron_dapo.config.checkpoint import CheckpointConfig
 from tests.unit.checkpoint.records import recorded
+from tests.unit.conftest import Alone
 from tests.unit.handed import Case, handed_cases
 
 FILES = ("optimizer", "model/shard")
@@ -309,3 +312,71 @@ def test_a_file_that_cannot_be_read_is_read_once_more_before_it_counts_as_damage
     faults = find_damage(step_folder(tmp_path, 7))
     assert len(faults) == errors - 1
     assert all("optimizer cannot be read: [Errno 116]" in fault for fault in faults)
+
+
+def as_of_a_later_version(checkpoint: Path) -> str:
+    """Give it a sound manifest of a format that is not known here; its text."""
+    path = checkpoint / MANIFEST_FILE
+    old = json.loads(path.read_text())
+    content: dict[str, object] = {"format": 2, "parts": list(old["files"]), "step": old["step"]}
+    content["sha256"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    path.write_text(json.dumps(content, indent=2))
+    return path.read_text()
+
+
+NEWER = r"made by a newer version .*manifest\.json has format=2, .* format 1\. .*Go on with "
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    text = as_of_a_later_version(step_folder(tmp_path, 2))
+    for look in (find_faults, find_damage, require_complete):
+        with pytest.raises(ConfigError, match=NEWER):
+            look(step_folder(tmp_path, 2))
+    with pytest.raises(ConfigError, match=NEWER):
+        newest_complete(tmp_path)
+    assert list_steps(tmp_path) == [1, 2]
+    assert (step_folder(tmp_path, 2) / MANIFEST_FILE).read_text() == text
+
+
+def test_a_run_does_not_start_beside_a_checkpoint_of_a_later_version(
+    tmp_path: Path, alone: Alone
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    as_of_a_later_version(step_folder(tmp_path, 2))
+    with pytest.raises(ConfigError, match=NEWER):
+        find_checkpoint(tmp_path, alone.control_group)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("latest", "step_00000001", "step_00000002")
+    ]
+
+
+def test_a_save_of_a_later_version_that_was_not_renamed_is_not_removed(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    unfinished = unfinished_folder(tmp_path, 2)
+    step_folder(tmp_path, 2).rename(unfinished)
+    as_of_a_later_version(unfinished)
+    with pytest.raises(ConfigError, match=NEWER):
+        clear_leftovers(tmp_path)
+    assert unfinished.is_dir()
+
+
+def test_old_checkpoints_stay_beside_one_of_a_later_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    as_of_a_later_version(step_folder(tmp_path, 1))
+    remove_old(tmp_path, CheckpointConfig(keep=1))
+    assert list_steps(tmp_path) == [1, 2, 3]
+    assert "old checkpoints stay: " in caplog.text
+
+
+@pytest.mark.parametrize("digit", "0359")
+def test_a_format_with_a_flipped_bit_is_damage(tmp_path: Path, digit: str) -> None:
+    save(tmp_path, 2)
+    path = step_folder(tmp_path, 2) / MANIFEST_FILE
+    path.write_text(path.read_text().replace('"format": 1', f'"format": {digit}'))
+    assert find_faults(step_folder(tmp_path, 2)) == ["manifest.json differs from its own digest"]

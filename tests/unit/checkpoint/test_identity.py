@@ -109,7 +109,7 @@ def test_another_format_is_refused_by_its_number(tmp_path: Path, config: RunConf
     checkpoint = saved(tmp_path / "step", config)
     header = json.loads((checkpoint / HEADER_FILE).read_text())
     (checkpoint / HEADER_FILE).write_text(json.dumps(header | {"format": 99}))
-    with pytest.raises(ConfigError, match=r"step has format=99, this version .* reads format 2"):
+    with pytest.raises(ConfigError, match=r"step was made by a newer .* format=99, .* format 2"):
         check_identity(checkpoint, run_identity(config, "prompts"))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_dapo.checkpoint.commit import TENSORS, commit
 from megatron_dapo.checkpoint.commit import unfinished_folder as unfinished
+from megatron_dapo.checkpoint.header import HEADER_FILE, Header
 from megatron_dapo.config import load_config
 from megatron_dapo.config.load import save_resolved
 from megatron_dapo.resharding.cuts import fuse
@@ -53,5 +54,6 @@ def write_exported_run(folder: Path, *, layers: int, dtype: torch.dtype) -> dict
     building = unfinished(checkpoints, STEP)
     building.mkdir(parents=True)
     dcp.save(state, checkpoint_id=building / TENSORS, no_dist=True)
+    (building / HEADER_FILE).write_text(Header(STEP, {}, 1).text())
     commit(checkpoints, STEP, recorded(building))
     return tensors

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_dapo.checkpoint.commit import commit, unfinished_folder
+from megatron_dapo.checkpoint.commit import MANIFEST_FILE, commit, unfinished_folder
 from megatron_dapo.checkpoint.durable_files import FileRecord
+from megatron_dapo.checkpoint.header import HEADER_FILE
 from megatron_dapo.cli.export import export_config, export_main, find_checkpoint
+from megatron_dapo.cli.main import main
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.load import save_resolved
+from tests.unit.checkpoint.records import recorded
+from tests.unit.cli.exported_run import STEP, write_exported_run
 from tests.unit.config.runs import write_run
 
 LAYOUTS = [
@@ -86,3 +93,20 @@ def test_an_existing_folder_is_refused_before_the_model_is_looked_at(
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         export_main(options)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_checkpoint_of_a_later_version_is_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_exported_run(tmp_path, layers=1, dtype=torch.bfloat16)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    later = unfinished_folder(checkpoints, STEP + 1)
+    shutil.copytree(checkpoints / f"step_{STEP:08d}", later)
+    (later / MANIFEST_FILE).unlink()
+    header = json.loads((later / HEADER_FILE).read_text())
+    (later / HEADER_FILE).write_text(json.dumps(header | {"format": 99}))
+    commit(checkpoints, STEP + 1, recorded(later))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 78
+    answer = capsys.readouterr().err
+    assert "made by a newer version" in answer and "checkpoint.json has format=99" in answer
+    assert not (tmp_path / "out").exists()
