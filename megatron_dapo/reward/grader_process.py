@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.config.schema import RewardConfig
 
 WORKER = Path(__file__).with_name("grader_worker.py")
@@ -26,15 +27,15 @@ STARTUP_SECONDS = 120.0
 """Longest import of a plug-in."""
 LARGEST_REPLY = 1 << 20
 """Bytes of a reply that are read."""
-EXIT_SECONDS = 0.3
-"""Between the end of a connection and that of its process."""
+EXIT_SECONDS = 5.0
+"""Between the end of a connection and that of its process, on a machine that is very busy."""
 FREEZE_ROUNDS = 100
 
 Value = bool | dict[str, float]
 Failure = Literal["time_limit", "memory_limit", "died", "raised"]
 
 
-class GraderStartError(RuntimeError):
+class GraderStartError(RunFailed):
     """A worker ended before it was ready, or took too long."""
 
 
@@ -109,7 +110,7 @@ class GraderProcess:
             reply = self._exchange(setup, STARTUP_SECONDS)
         except (OSError, ValueError) as error:
             raise GraderStartError(
-                f"a grader worker did not get ready ({self._ending() or error})"
+                f"a grader worker did not get ready ({self._ending(EXIT_SECONDS) or error})"
             ) from error
         if "error" in reply:
             raise ValueError(self._import_problem(reply))
@@ -131,7 +132,7 @@ class GraderProcess:
         except TimeoutError:
             return GraderReply(failure="time_limit", error=f"took longer than {limit:g} s")
         except (OSError, ValueError) as error:
-            ending = self._ending()
+            ending = self._ending(EXIT_SECONDS if isinstance(error, OSError) else 0.0)
             failure: Failure = "time_limit" if "SIGXCPU" in ending else "died"
             return GraderReply(failure=failure, error=ending or str(error))
         if "error" in reply:
@@ -185,9 +186,9 @@ class GraderProcess:
             raise ValueError("sent something else than a reply")
         return reply
 
-    def _ending(self) -> str:
-        """How the worker ended, in words; "" while it lives."""
-        deadline = time.monotonic() + EXIT_SECONDS
+    def _ending(self, seconds: float) -> str:
+        """How the worker ended, in words; "" where it still lives after `seconds`."""
+        deadline = time.monotonic() + seconds
         while (ended := self._ended_status()) is None and time.monotonic() < deadline:
             time.sleep(0.005)
         if ended is None:

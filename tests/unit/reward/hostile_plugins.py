@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 from megatron_dapo.reward.plugin import RewardMeta
@@ -26,6 +27,23 @@ def hang(_: str) -> float:
 
 def sleep(seconds: str) -> float:
     time.sleep(float(seconds))
+    return 1.0
+
+
+def meet(where: str) -> float:
+    """`FOLDER N`: come, and go once N files are there."""
+    folder, _, count = where.rpartition(" ")
+    Path(folder, str(os.getpid())).touch()
+    while len(os.listdir(folder)) < int(count):
+        time.sleep(0.01)
+    return 1.0
+
+
+def end_slowly(_: str) -> float:
+    """The connection goes long before the process, as on a machine that is very busy."""
+    os.closerange(3, 64)
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGXCPU)
     return 1.0
 
 
@@ -66,8 +84,9 @@ def leave_a_child(file: str) -> float:
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            with open(file, "w") as out:
-                out.write(str(os.getpid()))
+            draft = Path(f"{file}.draft")
+            draft.write_text(str(os.getpid()))
+            draft.rename(file)
             time.sleep(600)
         os._exit(0)
     while True:
@@ -196,6 +215,8 @@ DEEDS = {
     for function in (
         hang,
         sleep,
+        meet,
+        end_slowly,
         tell_pid,
         hang_in_c,
         ignore_signals,

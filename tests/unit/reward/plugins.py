@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Mapping
 
 from megatron_dapo.reward.plugin import RewardMeta
@@ -34,11 +33,11 @@ def describe(prompt: str, response: str, answer: str, meta: RewardMeta) -> float
 
 
 def fail_for_some(prompt: str, response: str, answer: str, meta: RewardMeta) -> float:
-    """Sample 0 raises, 1 hangs, 2 kills its process, the others are right."""
+    """Sample 0 raises, 1 asks for too much memory, 2 kills its process, the others are right."""
     if meta.sample_index == 0:
         raise ArithmeticError("cannot grade this")
     if meta.sample_index == 1:
-        time.sleep(60)
+        bytearray(100 << 30)
     if meta.sample_index == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     return 1.0

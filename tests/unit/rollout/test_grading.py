@@ -37,7 +37,7 @@ def test_responses_whose_grader_fails_are_masked_and_the_step_goes_on(tmp_path: 
     config = RewardConfig(
         plugin="tests.unit.reward.plugins:fail_for_some",
         workers=2,
-        time_limit_seconds=0.5,
+        time_limit_seconds=60.0,
         overlong_buffer_tokens=0,
     )
     step, counts = collect(config, tmp_path)
