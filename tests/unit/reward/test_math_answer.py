@@ -266,15 +266,17 @@ HOSTILE = {
 }
 
 
+LONGEST_SECONDS = 20.0
+"""All take a hundredth of a second, and would take hours where the time for a long text grew with
+the square of its length, or that for a nested one exponentially."""
+
+
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_text_costs_little_time(text: str, style: str) -> None:
-    seconds = []
-    for _ in range(3):
-        started = time.thread_time()
-        assert not verify_answer(text, "7", style=style).correct  # type: ignore[arg-type]
-        seconds.append(time.thread_time() - started)
-    assert min(seconds) < 0.1
+def test_no_grader_hangs_on_hostile_text(text: str, style: str) -> None:
+    started = time.monotonic()
+    assert not verify_answer(text, "7", style=style).correct  # type: ignore[arg-type]
+    assert time.monotonic() - started < LONGEST_SECONDS
 
 
 PIECES = ("answer", "Answer", ":", "ANSWER:", "**", " ", "\\boxed{", "}", "{", "7", "\n", "\uff1a")
