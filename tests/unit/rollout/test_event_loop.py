@@ -18,8 +18,10 @@ def loop() -> Iterator[EventLoopThread]:
     running.close()
 
 
-async def slow(ended: threading.Event) -> str:
+async def slow(ended: threading.Event, begun: threading.Event | None = None) -> str:
     try:
+        if begun is not None:
+            begun.set()
         await asyncio.sleep(600)
     finally:
         ended.set()
@@ -31,11 +33,16 @@ async def quick() -> str:
 
 
 def test_an_interrupt_ends_the_work_and_what_it_waits_for(loop: EventLoopThread) -> None:
-    ended = threading.Event()
-    threading.Timer(0.2, loop.interrupt).start()
+    begun, ended = threading.Event(), threading.Event()
+
+    def interrupt() -> None:
+        begun.wait()
+        loop.interrupt()
+
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(Interrupted):
-        loop.run_interruptible(slow(ended))
-    assert ended.wait(10)
+        loop.run_interruptible(slow(ended, begun))
+    assert ended.wait(60)
 
 
 def test_work_that_comes_after_an_interrupt_is_not_begun(loop: EventLoopThread) -> None:
