@@ -9,7 +9,6 @@ import signal
 import socketserver
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 
@@ -26,9 +25,6 @@ class Health(http.server.BaseHTTPRequestHandler):
 def main(socket: str, behaviour: str) -> None:
     if behaviour == "dies":
         sys.exit("out of luck")
-    if behaviour == "silent":
-        print("not serving", flush=True)
-        time.sleep(600)
     ignored = ", ".join(f"signal.signal({n}, signal.SIG_IGN)" for n in (2, 15))
     child = f"import signal, time; {ignored}; time.sleep(600)"
     subprocess.Popen([sys.executable, "-c", child])

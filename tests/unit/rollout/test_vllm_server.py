@@ -43,7 +43,7 @@ def options(tmp_path: Path) -> ServerOptions:
         cpu_kv_cache_gib=1,
         trust_remote_code=False,
         sleep_mode=False,
-        startup_timeout_seconds=20,
+        startup_timeout_seconds=60,
         log_file=tmp_path / "logs" / "rollout_engine_3.log",
     )
 
@@ -65,7 +65,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return use
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not within the time"
@@ -126,9 +126,10 @@ def test_a_server_that_ends_while_starting_is_reported_with_its_last_lines(
 
 
 def test_a_server_that_is_not_ready_in_time_is_stopped(
-    tmp_path: Path, stand_in: Callable[[str], None]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in("silent")
+    silent = ["sh", "-c", "echo not serving; exec sleep 600"]
+    monkeypatch.setattr(vllm_server, "server_command", lambda options, socket: silent)
     server = VllmServer(replace(options(tmp_path), startup_timeout_seconds=2))
     server.start()
     session = server.pid
@@ -201,7 +202,7 @@ def test_the_death_of_the_owner_leaves_nothing(
         shared = shared_memory_of(scratch)
         assert len(session_members(session)) == 3
         owner.send_signal(number)
-        owner.wait(30)
+        owner.wait(60)
     finally:
         owner.kill()
         owner.stdout.close()
