@@ -9,12 +9,15 @@ The heavy imports come after the signal handlers: a rank that is asked to stop e
 from __future__ import annotations
 
 import argparse
+import logging
 import signal
 import sys
 from pathlib import Path
 from types import FrameType
 
 from megatron_dapo.observability.logs import quiet_logs
+
+logger = logging.getLogger("megatron_dapo.train")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,7 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     stop = StopRequest()
     stop.listen()
     from megatron_dapo.config import ConfigError, check_run, load_config
-    from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_DONE, EXIT_PREEMPTED
+    from megatron_dapo.config.errors import (
+        EXIT_CONFIG,
+        EXIT_DONE,
+        EXIT_FAILED,
+        EXIT_PREEMPTED,
+        RunFailed,
+    )
 
     try:
         config = load_config(options.config, options.overrides)
@@ -42,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
+    except RunFailed as error:
+        logger.debug("where the run failed", exc_info=True)
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
     finally:
         stop.close()
     return EXIT_DONE if finished else EXIT_PREEMPTED

@@ -27,6 +27,7 @@ from megatron_dapo.checkpoint.completion import HF_FOLDER, note_completion
 from megatron_dapo.checkpoint.export import write_hf_folder
 from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.config import RunConfig
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.engine_weights import EngineWeights
 from megatron_dapo.evaluation.evaluate import evaluation_metrics
 from megatron_dapo.evaluation.set_report import report_set, reports_json
@@ -311,26 +312,39 @@ class Trainer:
         return restored.step
 
     def finish(self) -> None:
-        """Write the Hugging Face folder and the report. Collective."""
+        """Write the Hugging Face folder and the report. Collective.
+
+        Raises:
+            RunFailed: on global rank 0, where the folder cannot be written.
+        """
         self.watchdog.enter(self.config.training.steps, "export")
         if self.config.checkpoint.export_hf:
             with SignalsHeld():
-                stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
-                write_hf_folder(
-                    stream,
-                    self.config.model.path,
-                    self.config.run_dir / HF_FOLDER,
-                    expected=stream.tensors,
-                    dtype=stream.dtype,
-                    tokenizer_folder=self.config.model.tokenizer,
-                    overwrite=True,
-                )
+                self._export(self.config.run_dir / HF_FOLDER)
         if self.parallel.rank == 0:
             note_completion(self.config, self.checkpoints.saved_step)
         if self.rollouts is not None:
             self.rollouts.forget_responses_before(self.config.training.steps + 1)
         if self.sinks is not None:
             self.sinks.finish()
+
+    def _export(self, folder: Path) -> None:
+        stream = export_stream(self.policy.chunks, self.hf_config, self.parallel)
+        try:
+            write_hf_folder(
+                stream,
+                self.config.model.path,
+                folder,
+                expected=stream.tensors,
+                dtype=stream.dtype,
+                tokenizer_folder=self.config.model.tokenizer,
+                overwrite=True,
+            )
+        except OSError as error:
+            raise RunFailed(
+                f"{folder} is not written: {error}. The last step is saved: make room, or repair "
+                "what is named, and start the same command again"
+            ) from error
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.config.training.steps or (every > 0 and step % every == 0)

@@ -21,6 +21,7 @@ from megatron_dapo.checkpoint.commit import (
     step_folder,
 )
 from megatron_dapo.checkpoint.durable_files import FileRecord, content_faults
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.parallel.collectives import decided_by_rank_0
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def find_checkpoint(folder: Path, group: ProcessGroup) -> Path | None:
     log, and the one before it is tried.
 
     Raises:
-        RuntimeError: on every rank, where there were checkpoints and none is left to trust.
+        RunFailed: on every rank, where there were checkpoints and none is left to trust.
         ConfigError: on every rank: another version of this package wrote one that would be next, in
             another format. It is left as it is.
     """
@@ -53,7 +54,7 @@ def find_checkpoint(folder: Path, group: ProcessGroup) -> Path | None:
             set_aside(checkpoint, faults[0])
     corrupt = decided_by_rank_0(lambda: list_corrupt(folder), group)
     if corrupt:
-        raise RuntimeError(
+        raise RunFailed(
             f"no checkpoint in {folder} can be trusted: {', '.join(path.name for path in corrupt)} "
             "were found damaged and set aside. Look at them; to start anew, name another run_dir "
             "or move them away"

@@ -228,7 +228,7 @@ class _BackgroundSave:
         except CheckpointError as error:
             self.fault = str(error)
         except (RuntimeError, OSError) as error:
-            logger.warning("the writer of step %d failed", self.staged.step, exc_info=True)
+            logger.debug("the writer of step %d failed", self.staged.step, exc_info=True)
             self.fault = f"a rank is gone, or refuses to go on: {error}"
         else:
             self.fault = ""

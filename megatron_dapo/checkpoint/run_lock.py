@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from megatron_dapo.config import ConfigError
+from megatron_dapo.config.errors import RunFailed
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +127,7 @@ class RunLock:
         """
         owner = _read(self._path)
         if owner is None or owner.token != self._owner.token:
-            raise RuntimeError(
+            raise RunFailed(
                 f"{self._run_dir} was taken over by {owner or 'nobody that is known'} while "
                 f"{self._owner} stood still: nothing more is written to it"
             )

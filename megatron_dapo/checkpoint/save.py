@@ -33,12 +33,13 @@ from megatron_dapo.checkpoint.tensors import (
     write_tensors,
 )
 from megatron_dapo.config.checkpoint import CheckpointConfig
+from megatron_dapo.config.errors import RunFailed
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunFailed):
     """A checkpoint was not written; what was there before still is."""
 
 

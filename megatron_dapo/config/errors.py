@@ -1,4 +1,4 @@
-"""The one error of a configuration that cannot be run, and the exit codes of a process."""
+"""Errors that are told without a traceback, and the exit codes of a process."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ from collections.abc import Iterable
 EXIT_DONE = 0
 EXIT_PREEMPTED = 75
 """Saved and stopped before the end; the same command goes on from there."""
+EXIT_FAILED = 1
+"""The run could not go on. The same command goes on from the newest checkpoint."""
 EXIT_CONFIG = 78
 """Configuration or data is wrong: starting again would not help. Any other code is a crash."""
+
+
+class RunFailed(RuntimeError):
+    """What ended a run, and what to do, in words that need no traceback; the process exits with 1.
+
+    For what a healthy program meets: a full disk, engines that keep dying, prompts that are too
+    hard. A broken invariant is no such thing.
+    """
 
 
 class ConfigError(ValueError):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dapo.config import ConfigError
+from megatron_dapo.config.errors import RunFailed
 
 ValueT = TypeVar("ValueT")
 _DTYPES = {
@@ -54,7 +55,7 @@ def raise_together(failure: Exception | None, group: dist.ProcessGroup) -> None:
 
     Raises:
         Exception: `failure` itself, on the rank that has it.
-        RuntimeError: elsewhere, with the number of the first such rank of the group.
+        RunFailed: elsewhere, with the number of the first such rank of the group.
     """
     mine = dist.get_rank(group)
     none = dist.get_world_size(group)
@@ -63,7 +64,7 @@ def raise_together(failure: Exception | None, group: dist.ProcessGroup) -> None:
     if failure is not None:
         raise failure
     if first < none:
-        raise RuntimeError(f"rank {int(first)} failed; its message says how")
+        raise RunFailed(f"rank {int(first)} failed; its message says how")
 
 
 def broadcast_tensors(

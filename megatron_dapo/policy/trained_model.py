@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_dapo import device
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.config.schema import OptimizerConfig, RunConfig
 from megatron_dapo.loss.denominators import Ledger
 from megatron_dapo.observability.metrics import Metric, MetricBag, mean, total
@@ -72,7 +73,7 @@ class SkippedUpdates:
                 told += " and says what is not finite"
             except (OSError, RuntimeError) as error:  # torch.save raises either on a full disk
                 told = f"The last one of them could not be written: {error}"
-            raise RuntimeError(
+            raise RunFailed(
                 f"{self.in_a_row[model]} updates of the {model} in a row had a gradient norm of "
                 f"{result.grad_norm} (training.stop_after_skipped={self.stop_after}); the weights "
                 f"are those of the last finite update. {told}"

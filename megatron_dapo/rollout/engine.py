@@ -6,10 +6,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.types import FinishReason, VersionSpans
 
 
-class EngineError(RuntimeError):
+class EngineError(RunFailed):
     """The engine answered that it cannot do what was asked; asking again would not help."""
 
 

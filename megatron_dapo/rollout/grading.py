@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.reward.grade import NOT_GRADED, grading_errors
 from megatron_dapo.types import Group, Prompt, Response, Reward
 
@@ -60,7 +61,7 @@ class ThreadedGrader:
         return response, reward, time.perf_counter() - started
 
 
-class TooManyGradingErrors(RuntimeError):
+class TooManyGradingErrors(RunFailed):
     """So many graders failed that what is left says more of them than of the policy."""
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.types import Group
 
 
@@ -44,7 +45,7 @@ NOTHING_TO_TRAIN_ON = (
 )
 
 
-class NotEnoughGroups(RuntimeError):
+class NotEnoughGroups(RunFailed):
     """Dynamic sampling found too few groups of mixed accuracy. `counts` says on which side.
 
     Args:

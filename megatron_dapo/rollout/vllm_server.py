@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.rollout.log_causes import causes
 from megatron_dapo.rollout.server_main import ORPHANS_FILE, mapped_scratch, session_members
 from megatron_dapo.rollout.server_options import (
@@ -39,7 +40,7 @@ FIRST_SIGNAL_CODE = 128
 """The guardian's exit code less this: the signal that ended the server."""
 
 
-class EngineStartError(RuntimeError):
+class EngineStartError(RunFailed):
     """The server ended, or was not ready in time. The message carries its last log lines."""
 
 

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 
 from megatron_dapo import trainer as trainer_module
 from megatron_dapo.checkpoint.state import Restored
+from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.stop import SIGNALS, StopRequest
 from megatron_dapo.policy.trained_model import SkippedUpdates
@@ -285,6 +286,22 @@ def test_rollouts_counters_and_what_is_owed_come_back() -> None:
     assert (after.rollouts, after.owed) == (Position(17), True)
     assert after.skipped.in_a_row == {"actor": 2}
     assert after.policy_version == 5
+
+
+def test_an_export_without_room_says_what_to_do(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    stream = SimpleNamespace(tensors={}, dtype=None)
+    monkeypatch.setattr(trainer_module, "export_stream", lambda *_: stream)
+    monkeypatch.setattr(trainer_module, "write_hf_folder", full)
+    trainer = evaluating(alone, Heldout(), Weights())
+    trainer.policy = SimpleNamespace(chunks=[])  # type: ignore[assignment]
+    told = r"hf is not written: .*No space left.* saved: make room.* start the same command again"
+    with pytest.raises(RunFailed, match=told):
+        trainer.finish()
 
 
 @dataclass

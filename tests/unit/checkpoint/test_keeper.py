@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from megatron_dapo.checkpoint import keeper as keeper_module
 from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.checkpoint.save import CheckpointError, StagedSave
 from megatron_dapo.config.checkpoint import CheckpointConfig
+from megatron_dapo.config.errors import RunFailed
 from tests.unit.conftest import Alone
 
 
@@ -56,4 +58,22 @@ def test_a_save_under_way_is_not_saved_yet(alone: Alone, full: set[int], tmp_pat
     assert keeper.saved_step == 0
     keeper.settle(wait=True)
     assert keeper.saved_step == 1
+    keeper.close()
+
+
+def test_a_save_that_another_rank_left_is_told_without_a_traceback(
+    alone: Alone,
+    full: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def left(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(keeper_module, "write_save", left)
+    keeper = CheckpointKeeper(tmp_path, CheckpointConfig(), alone, (), None)  # type: ignore[arg-type]
+    with caplog.at_level(logging.INFO), pytest.raises(RunFailed, match="Connection closed by peer"):
+        keeper.save(1, {}, metrics={}, must_succeed=True)
+    assert caplog.text == ""
     keeper.close()
