@@ -20,7 +20,6 @@ from megatron_dapo.config import RunConfig
 from megatron_dapo.rollout import engine_watch, replica, restarts, vllm_server
 from megatron_dapo.rollout.dispatch import gather_or_cancel
 from megatron_dapo.rollout.engine import EngineError, EngineUnavailable, GenerationResult
-from megatron_dapo.rollout.engine_http import ATTEMPTS
 from megatron_dapo.rollout.event_loop import EventLoopThread
 from megatron_dapo.rollout.fleet import EngineFleet
 from megatron_dapo.rollout.vllm_engine import VllmEngine
@@ -33,8 +32,7 @@ DIGESTS = [{"w": "0a"}]
 PHASES = ["/pause?mode=wait&clear_cache=false", "/start_weight_update", "/update_weights"]
 PHASES += ["/finish_weight_update", "/collective_rpc", "/reset_prefix_cache"]
 PHASES += ["/update_weight_version", "/weight_info", "/resume"]
-REPEATED = ("/collective_rpc", "/weight_info")
-"""Of those, what is asked again when the connection breaks."""
+PATIENCE_SECONDS = 60.0
 
 
 @dataclass
@@ -75,24 +73,42 @@ class Pair:
         wait_for(lambda: not self.engine(index).usable)
         del self.servers[index].errors["/health"]
 
+    def drop_until_lost(self, index: int, path: str) -> None:
+        """The server breaks every connection with this question, until it is replaced."""
+        replica, server = self.fleet._replicas[index], self.servers[index]
+        start = replica._start
+
+        async def mended() -> None:
+            server.drops.clear()
+            await start()
+
+        replica._start = mended  # type: ignore[method-assign]
+        server.drops[path] = 500
+
     def reopen(self, index: int) -> None:
         """The server ends without a word, and a fresh one comes up in its place."""
         self.loop.run(self.servers[index].close())
         self.loop.run(self.servers[index].open())
 
 
-def pair_config(folder: Path) -> RunConfig:
+@pytest.fixture
+def longest_silence() -> float:
+    """`rollout.heartbeat_timeout_seconds`; a test that waits for it asks for less."""
+    return PATIENCE_SECONDS
+
+
+def pair_config(folder: Path, longest_silence: float = PATIENCE_SECONDS) -> RunConfig:
     endpoints = tuple(f"unix:{folder}/{index}" for index in range(2))
-    beats = {"heartbeat_seconds": 0.02, "heartbeat_timeout_seconds": 5.0}
+    beats = {"heartbeat_seconds": 0.02, "heartbeat_timeout_seconds": longest_silence}
     return make_config(rollout={"engines": 2, "endpoints": endpoints, **beats})
 
 
 @pytest.fixture
-def pair(server: ScriptedServer) -> Iterator[Pair]:
+def pair(server: ScriptedServer, longest_silence: float) -> Iterator[Pair]:
     folder = server.socket.parent
     servers = [ScriptedServer(folder / str(index)) for index in range(2)]
     loop = EventLoopThread("scripted servers")
-    fleet = EngineFleet(pair_config(folder), "cpu")
+    fleet = EngineFleet(pair_config(folder, longest_silence), "cpu")
     try:
         for each in servers:
             loop.run(each.open())
@@ -107,7 +123,7 @@ def pair(server: ScriptedServer) -> Iterator[Pair]:
     assert not {"rollout engines", "scripted servers"} & {t.name for t in threading.enumerate()}
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not within the time"
@@ -200,7 +216,7 @@ def test_proven_engines_answer_nothing_but_probes_before_requests_are_let_in(pai
     assert pair.fleet.run(engines[1].probe(REQUEST)).policy_version == 4
     assert not request.done()
     pair.fleet.let_requests_in()
-    assert request.result(10).policy_version == 4
+    assert request.result(PATIENCE_SECONDS).policy_version == 4
     assert [server.paths.count(GENERATE) for server in pair.servers] == [0, 2]
 
 
@@ -211,7 +227,7 @@ def test_closing_between_proof_and_letting_in_ends_the_requests_that_wait(pair: 
     pair.fleet.run(engines[0].probe(REQUEST))
     pair.fleet.close()
     with pytest.raises((EngineError, CancelledError)):
-        request.result(10)
+        request.result(PATIENCE_SECONDS)
     assert pair.servers[0].paths.count(GENERATE) == 1
 
 
@@ -237,7 +253,7 @@ def test_an_engine_that_dies_inside_an_update_gets_one_of_its_own_and_no_other_d
 ) -> None:
     pair.update(3)
     lost = pair.engine(1)
-    pair.servers[1].drops[phase] = ATTEMPTS if phase in REPEATED else 1
+    pair.drop_until_lost(1, phase)
     pair.fleet.start_update(dict(enumerate(INFOS)), PAYLOAD, 4)
     assert list(pair.fleet.finish_update(DIGESTS)) == [0]
     assert list(pair.fleet.reports) == [0]
@@ -255,6 +271,7 @@ def test_an_engine_that_dies_inside_an_update_gets_one_of_its_own_and_no_other_d
     assert len(pair.servers[0].received) == untouched
 
 
+@pytest.mark.parametrize("longest_silence", [5.0])
 def test_a_restarted_engine_gets_current_weights_before_its_first_request(pair: Pair) -> None:
     pair.update(3)
     before = len(pair.servers[1].received)
@@ -277,6 +294,7 @@ def test_a_restarted_engine_gets_current_weights_before_its_first_request(pair: 
     assert fresh.index("/resume") < fresh.index(GENERATE)
 
 
+@pytest.mark.parametrize("longest_silence", [5.0])
 def test_a_restart_that_brings_wrong_weights_is_not_used(pair: Pair) -> None:
     pair.update(3)
     pair.loop.run(pair.servers[1].close())
@@ -297,22 +315,28 @@ def test_an_engine_that_hangs_is_lost_and_what_it_was_asked_ends(pair: Pair) -> 
     pair.servers[1].seconds_per_token = 30.0
     pair.update(3)
     replica = pair.fleet._replicas[1]
-    object.__setattr__(replica._rollout, "heartbeat_timeout_seconds", 0.3)
+    connect = replica._client
+    clients: list[VllmEngine] = []
+
+    async def client() -> VllmEngine:
+        """The first one after the loss has a server that hangs, and little patience with it."""
+        limit = PATIENCE_SECONDS if clients else 3.0
+        object.__setattr__(replica._rollout, "heartbeat_timeout_seconds", limit)
+        pair.servers[1].hangs = set() if clients else {"/is_paused"}
+        clients.append(await connect())
+        return clients[-1]
+
+    replica._client = client  # type: ignore[method-assign]
     request = pair.fleet._loop.submit(pair.fleet.engines[1].generate(REQUEST))
     wait_for(lambda: pair.servers[1].running == 1)
-    pair.servers[1].hangs = {"/is_paused"}
-    # The heartbeat that runs has the old limit; the next client gets the new one.
     pair.loop.run(pair.servers[1].close())
     with pytest.raises(EngineUnavailable, match="rollout engine 1"):
-        request.result(10)
+        request.result(PATIENCE_SECONDS)
     pair.loop.run(pair.servers[1].open())
-    wait_for(lambda: pair.engine(1).usable)
-    second = pair.engine(1)
-    wait_for(lambda: not second.usable)
-    assert "no answer to GET /is_paused" in second.why_unusable
-    assert "rollout.heartbeat_timeout_seconds=0.3" in second.why_unusable
-    pair.servers[1].hangs = set()
-    wait_for(lambda: pair.engine(1).usable)
+    wait_for(lambda: replica.restarts == 2)
+    assert "no answer to GET /is_paused" in clients[0].why_unusable
+    assert "rollout.heartbeat_timeout_seconds=3)" in clients[0].why_unusable
+    assert pair.engine(1) is clients[1] and clients[1].usable
     assert pair.engine(0).usable
     assert pair.fleet.take_counts() == {
         "engine/live": 1.0,
@@ -463,7 +487,9 @@ STAND_IN = Path(__file__).with_name("stand_in_server.py")
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFleet]:
+def own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest_silence: float
+) -> Iterator[EngineFleet]:
     """Two servers of ours, stand-ins."""
 
     def command(options: vllm_server.ServerOptions, socket: Path) -> list[str]:
@@ -475,7 +501,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFleet
     monkeypatch.setattr(vllm_server, "GRACE_SECONDS", 1.0)
     monkeypatch.setattr(engine_watch, "LAST_WORDS_SECONDS", 0.2)
     monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 0.001)
-    beats = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 3.0}
+    beats = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": longest_silence}
     config = make_config(rollout={"engines": 2, **beats})
     config = config.model_copy(update={"run_dir": tmp_path / "run"})
     for index in range(2):
@@ -491,11 +517,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFleet
 
 def wait_for_replacement(fleet: EngineFleet, index: int) -> None:
     before = fleet._replicas[index].restarts
-    wait_for(lambda: fleet._replicas[index].restarts == before + 1, seconds=60)
+    wait_for(lambda: fleet._replicas[index].restarts == before + 1)
     wait_for(lambda: fleet._replicas[index].engine.usable)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("number", "longest_silence"), [(signal.SIGKILL, PATIENCE_SECONDS), (signal.SIGSTOP, 5.0)]
+)
 @pytest.mark.parametrize("whole_session", [True, False])
 def test_a_server_that_is_killed_or_stopped_is_replaced(
     own: EngineFleet, tmp_path: Path, number: signal.Signals, whole_session: bool
@@ -527,7 +555,7 @@ def test_a_server_that_is_killed_or_stopped_is_replaced(
     seeds = (tmp_path / "seeds").read_text().split()
     assert seeds[0] != seeds[1] and seeds[2:] == [seeds[1]]
     if number == signal.SIGSTOP:
-        assert "heartbeat_timeout_seconds=3" in second.why_unusable
+        assert "heartbeat_timeout_seconds=5" in second.why_unusable
     else:
         assert "SIGKILL" in second.why_unusable
 
@@ -539,7 +567,7 @@ def test_a_server_that_ends_whenever_it_starts_is_given_up_with_its_last_words(
     session = own._servers[1].pid
     assert session is not None
     os.kill(psutil.Process(session).children()[0].pid, signal.SIGKILL)
-    wait_for(lambda: own._replicas[1].failure is not None, seconds=60)
+    wait_for(lambda: own._replicas[1].failure is not None)
     with pytest.raises(EngineError) as caught:
         own.to_update(all_engines=True)
     for words in (
