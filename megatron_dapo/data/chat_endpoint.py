@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import httpx
@@ -21,8 +21,21 @@ FIRST_BACKOFF_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
 
 
+REFUSED, FAILED = "refused", "server_error"
+"""Why a request has no reply: the server does not take it, because it is too long for example; or
+fails over it each time, while it answers others."""
+
+
 class RequestRefused(Exception):
-    """The server does not take this one request, because it is too long for example."""
+    """This one request gets no reply; `reason` is REFUSED or FAILED."""
+
+    def __init__(self, detail: str, reason: str = REFUSED) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+class NoAnswer(RuntimeError):
+    """No usable answer: no connection, 5xx, or something else than a completion."""
 
 
 class ChatModel(Protocol):
@@ -32,8 +45,8 @@ class ChatModel(Protocol):
         """Text of the next turn.
 
         Raises:
-            RequestRefused: of this request; others may be sent.
-            RuntimeError: the server is gone, or answers what it should not.
+            RequestRefused: this request has no reply; others may be sent.
+            RuntimeError: the server is gone, or answers nothing as it should.
         """
 
 
@@ -119,12 +132,38 @@ class ChatEndpoint:
             "seed": seed,
             **self._sampling,
         }
-        answer = await self._send("POST", "/v1/chat/completions", body)
+        try:
+            return await self._complete(body)
+        except NoAnswer:
+            await self._require_alive()
+        try:
+            return await self._complete(body, attempts=1)
+        except NoAnswer as error:
+            raise RequestRefused(str(error), FAILED) from error
+
+    async def _require_alive(self) -> None:
+        """Ask the shortest question: is it that request, or the server?
+
+        Raises:
+            RuntimeError: it does not answer this one either.
+        """
+        question = [{"role": "user", "content": "Say yes."}]
+        try:
+            await self._complete(
+                {"model": self._model, "messages": question, "max_tokens": 1}, attempts=1
+            )
+        except RequestRefused:
+            return  # an answer, too
+
+    async def _complete(self, body: Mapping[str, object], *, attempts: int = ATTEMPTS) -> str:
+        answer = await self._send("POST", "/v1/chat/completions", body, attempts)
         return self._read(_Completion, answer).choices[0].message.content or ""
 
-    async def _send(self, method: str, path: str, body: object) -> httpx.Response:
+    async def _send(
+        self, method: str, path: str, body: object, attempts: int = ATTEMPTS
+    ) -> httpx.Response:
         problem = ""
-        for attempt in range(ATTEMPTS):
+        for attempt in range(attempts):
             if attempt:
                 await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
             try:
@@ -138,8 +177,11 @@ class ChatEndpoint:
                 return answer
             problem = f"{answer.status_code}: {answer.text[:200]}"
             if answer.status_code < 500 and answer.status_code != 429:
-                break
-        raise RuntimeError(
+                raise RuntimeError(self._told(path, problem))
+        raise NoAnswer(self._told(path, problem))
+
+    def _told(self, path: str, problem: str) -> str:
+        return (
             f"{self._endpoint}{path} does not answer ({problem}); see that the server runs, then "
             "start the same command again: rows that are done are not sent twice"
         )
@@ -148,9 +190,7 @@ class ChatEndpoint:
         try:
             return kind.model_validate_json(answer.content)
         except pydantic.ValidationError as error:
-            raise RuntimeError(
-                f"{self._endpoint} is no OpenAI-compatible server: {error}"
-            ) from error
+            raise NoAnswer(f"{self._endpoint} is no OpenAI-compatible server: {error}") from error
 
 
 def _address(endpoint: str, remote: bool) -> tuple[httpx.AsyncHTTPTransport, str]:

@@ -19,7 +19,7 @@ import pydantic
 
 from megatron_dapo.config.schema import DataConfig
 from megatron_dapo.data.answer_parser import AnswerError, parse_answer
-from megatron_dapo.data.chat_endpoint import ChatModel, RequestRefused
+from megatron_dapo.data.chat_endpoint import FAILED, REFUSED, ChatModel, RequestRefused
 from megatron_dapo.data.exact_sum import ExactSum
 from megatron_dapo.data.integer_form import IntegerForm, integer_form, letters_of
 from megatron_dapo.data.prompt_format import bare_problem
@@ -31,9 +31,9 @@ from megatron_dapo.data.selection import usable_rows
 
 logger = logging.getLogger(__name__)
 AUDIT_SUFFIX = ".audit.jsonl"
-REFUSED = "refused"
-"""Reason of a row whose request the server did not take. That may lie in the options of a call, so
-the next one asks again."""
+ASKED_AGAIN = (REFUSED, FAILED)
+"""Reasons of rows whose request got no reply. That may lie in the options of a call, or in the
+server, so the next call asks again."""
 Status = Literal["kept", "rewritten", "rejected"]
 
 
@@ -53,7 +53,7 @@ class Outcome(pydantic.BaseModel):
     """Of problem and answer: the row that this line is about."""
     status: Status
     reason: str = ""
-    """Why it was rejected: of `AnswerError`, of the last `RewriteError`, or refused."""
+    """Why it was rejected: of `AnswerError`, of the last `RewriteError` or `RequestRefused`."""
     detail: str = ""
     problem: str
     answer: str
@@ -221,7 +221,7 @@ async def _ask(
             reply = await model.reply(messages, seed=_seed(seed, row.digest, attempt))
             rewrite = check_rewrite(row.problem, value, form, reply)
         except RequestRefused as error:
-            tried.append(Attempt(reply="", reason=REFUSED, detail=str(error)))
+            tried.append(Attempt(reply="", reason=error.reason, detail=str(error)))
             break
         except RewriteError as error:
             tried.append(Attempt(reply=reply, reason=error.reason, detail=error.detail))
@@ -264,4 +264,4 @@ def _read_audit(path: Path) -> dict[str, Outcome]:
         raise ValueError(f"{path} is no audit log ({error}); move it away") from error
     if outcomes:
         logger.info("%s: %d rows were done before", path, len(outcomes))
-    return {outcome.digest: outcome for outcome in outcomes if outcome.reason != REFUSED}
+    return {outcome.digest: outcome for outcome in outcomes if outcome.reason not in ASKED_AGAIN}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class ChatServer:
-    """Answers from a list of (status, body), the last one for ever; keeps what it got."""
+    """Answers from a list of (status, body), the last one for ever, or by a function of what it is
+    asked; keeps what it got."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, object]] = []
+        self.answer: Callable[[str], tuple[int, object]] | None = None
+        """Of the last message. Status 0: the connection ends without an answer."""
         self.got: list[tuple[str, str | None, dict[str, object]]] = []
         outer = self
 
@@ -24,6 +27,11 @@ class ChatServer:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.got.append((self.path, self.headers["Authorization"], body))
+                if outer.answer is not None:
+                    status, answer = outer.answer(body["messages"][-1]["content"])
+                    if status:
+                        self._answer(status, answer)
+                    return
                 answers = outer.answers
                 self._answer(*(answers.pop(0) if len(answers) > 1 else answers[0]))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_dapo.data import chat_endpoint
-from megatron_dapo.data.chat_endpoint import ChatEndpoint, RequestRefused
+from megatron_dapo.data.chat_endpoint import FAILED, ChatEndpoint, RequestRefused
 from tests.unit.data.chat_server import ChatServer, completion, running_server
 
 
@@ -53,6 +53,46 @@ def test_a_request_that_is_refused_is_told_from_a_broken_server(server: ChatServ
         ask(server.url)
     server.answers = [(200, {"choices": []})]
     with pytest.raises(RuntimeError, match="no OpenAI-compatible server"):
+        ask(server.url)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "told"),
+    [
+        (500, {"error": "an assertion"}, "500: .*an assertion"),
+        (504, {}, "504"),
+        (0, {}, "does not answer"),
+        (200, {"choices": []}, "no OpenAI-compatible server"),
+    ],
+)
+def test_a_request_that_a_living_server_always_fails_over_is_told_from_a_broken_server(
+    server: ChatServer, status: int, body: object, told: str
+) -> None:
+    fails = True
+
+    def answer(last: str) -> tuple[int, object]:
+        return (status, body) if fails and last == "hello" else (200, completion("yes"))
+
+    server.answer = answer
+    with pytest.raises(RequestRefused, match=told) as refused:
+        ask(server.url)
+    assert refused.value.reason == FAILED
+    assert 3 <= len(server.got) <= chat_endpoint.ATTEMPTS + 2
+    fails = False
+    assert ask(server.url) == "yes"
+
+
+def test_a_server_that_was_away_for_a_while_is_asked_once_more(server: ChatServer) -> None:
+    away = [(503, {})] * chat_endpoint.ATTEMPTS
+    server.answers = [*away, (200, completion("y")), (200, completion("good day"))]
+    assert ask(server.url) == "good day"
+
+
+def test_a_server_that_is_busy_for_long_stops_the_work_and_rejects_nothing(
+    server: ChatServer,
+) -> None:
+    server.answers = [(429, {})]
+    with pytest.raises(RuntimeError, match="429"):
         ask(server.url)
 
 

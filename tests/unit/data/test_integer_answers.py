@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dapo.data.chat_endpoint import RequestRefused
+from megatron_dapo.data import chat_endpoint
+from megatron_dapo.data.chat_endpoint import ChatEndpoint, RequestRefused
 from megatron_dapo.data.integer_answers import Outcome, audit_path, integer_answers
 from megatron_dapo.data.prompt_format import dapo_prompt
 from megatron_dapo.data.tokenizer import Message
+from tests.unit.data.chat_server import ChatServer, completion, running_server
 from tests.unit.data.test_prompts import data_config, write
 
 DICE = "Two fair dice are rolled. What is the probability that the sum of the numbers is {}?"
@@ -246,3 +248,33 @@ def test_rows_that_the_server_refused_are_asked_again_by_the_next_call(tmp_path:
     model = obedient()
     assert run(path, out, model) == {"rewritten": 2}
     assert model.asked == []
+
+
+def test_a_row_that_the_server_always_fails_over_is_rejected_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_endpoint, "FIRST_BACKOFF_SECONDS", 0.001)
+    path, out = write(tmp_path, *dice(7, 4, 9)), tmp_path / "out.jsonl"
+    broken = True
+
+    def answer(last: str) -> tuple[int, object]:
+        if broken and "numbers is 4?" in last:
+            return 500, {"error": "an assertion failed"}
+        return 200, completion(good_reply(last) if last.startswith("Problem:") else "yes")
+
+    async def rewrite(server: ChatServer) -> Counter[str]:
+        async with ChatEndpoint(server.url) as model:
+            return await integer_answers(path, out, data_config(path), model)
+
+    with running_server() as server:
+        server.answer = answer
+        counts = asyncio.run(rewrite(server))
+        assert counts == {"rewritten": 2, "rejected: server_error": 1}
+        (rejected,) = [entry for entry in audit(out) if entry.status == "rejected"]
+        assert (rejected.line, rejected.reason) == (2, "server_error")
+        assert "500: " in rejected.detail and "an assertion failed" in rejected.detail
+        out.unlink()
+        broken = False  # the next call asks again for what the server failed over
+        server.got.clear()
+        assert asyncio.run(rewrite(server)) == {"rewritten": 3}
+        assert len(server.got) == 1
