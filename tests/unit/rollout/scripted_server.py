@@ -56,6 +56,10 @@ class ScriptedServer:
     digests: list[dict[str, str]] = field(default_factory=lambda: [{"w": "0a"}])
     hangs: set[str] = field(default_factory=set)
     """Paths that are never answered."""
+    hang_seconds: float = 0.0
+    """By which one of them puts the clock of `talk` forward: nobody has to wait for its end."""
+    seconds_ahead: float = 0.0
+    """Of that clock."""
     running: int = 0
     sampled: int = 0
     beats: int = 0
@@ -111,6 +115,8 @@ class ScriptedServer:
                 self.beats += 1
             else:
                 self.received.append((path, body))
+            if path in self.hangs:
+                self.seconds_ahead += self.hang_seconds
             while path in self.hangs:
                 await asyncio.sleep(0.001)
             if self.drops.get(path, 0) > 0:
@@ -196,15 +202,18 @@ def talk(
     *,
     in_flight: InFlight = "wait",
     fresh: bool = False,
-    update_seconds: float = 5.0,
+    update_seconds: float = 60.0,
 ) -> ResultT:
     """`call` with a client that takes the weights of the server, unless `fresh`."""
 
     async def body() -> ResultT:
+        loop = asyncio.get_running_loop()
+        now = loop.time
+        loop.time = lambda: now() + server.seconds_ahead  # type: ignore[method-assign]
         await server.open()
         engine = VllmEngine(
             f"unix:{server.socket}",
-            request_timeout_seconds=5,
+            request_timeout_seconds=3600,
             update_timeout_seconds=update_seconds,
             in_flight=in_flight,
         )
