@@ -164,8 +164,8 @@ def test_a_request_that_is_still_on_its_way_is_interrupted_too(server: ScriptedS
     answer = server._answer
 
     async def late(path: str, body: object) -> object:
-        if path == GENERATE:
-            await asyncio.sleep(0.3)
+        while path == GENERATE and "/abort_requests" not in server.paths:
+            await asyncio.sleep(0.001)
         return await answer(path, body)
 
     server._answer = late  # type: ignore[method-assign]
@@ -188,7 +188,8 @@ def test_a_request_that_is_still_on_its_way_is_interrupted_too(server: ScriptedS
 def test_an_engine_that_does_not_end_what_was_aborted_is_lost_and_its_requests_go_elsewhere(
     server: ScriptedServer, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_engine, "ABORT_LIMIT_SECONDS", 0.3)
+    seconds = 60.0 if fault == "an error" else 0.3
+    monkeypatch.setattr(vllm_engine, "ABORT_LIMIT_SECONDS", seconds)
     server.hangs = {"/abort_requests" if fault == "no answer" else GENERATE}
     server.errors = {"/abort_requests": 500} if fault == "an error" else {}
     server.tokens, server.seconds_per_token = TOKENS, 0.01
