@@ -19,8 +19,6 @@ AnswerT = TypeVar("AnswerT", bound=pydantic.BaseModel)
 ATTEMPTS = 5
 FIRST_BACKOFF_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
-
-
 REFUSED, FAILED = "refused", "server_error"
 """Why a request has no reply: the server does not take it, because it is too long for example; or
 fails over it each time, while it answers others."""
@@ -35,7 +33,11 @@ class RequestRefused(Exception):
 
 
 class NoAnswer(RuntimeError):
-    """No usable answer: no connection, 5xx, or something else than a completion."""
+    """No usable answer, `problem` in short: no connection, 5xx, or what is no completion."""
+
+    def __init__(self, told: str, problem: str) -> None:
+        super().__init__(told)
+        self.problem = problem
 
 
 class ChatModel(Protocol):
@@ -139,7 +141,7 @@ class ChatEndpoint:
         try:
             return await self._complete(body, attempts=1)
         except NoAnswer as error:
-            raise RequestRefused(str(error), FAILED) from error
+            raise RequestRefused(error.problem, FAILED) from error
 
     async def _require_alive(self) -> None:
         """Ask the shortest question: is it that request, or the server?
@@ -162,35 +164,37 @@ class ChatEndpoint:
     async def _send(
         self, method: str, path: str, body: object, attempts: int = ATTEMPTS
     ) -> httpx.Response:
-        problem = ""
+        problem, status = "", 0
         for attempt in range(attempts):
             if attempt:
                 await asyncio.sleep(FIRST_BACKOFF_SECONDS * 2 ** (attempt - 1))
             try:
                 answer = await self._http.request(method, path, json=body)
             except httpx.TransportError as error:
-                problem = str(error) or type(error).__name__
+                problem, status = str(error) or type(error).__name__, 0
                 continue
-            if answer.status_code in (400, 413, 422) and body is not None:
-                raise RequestRefused(f"{answer.status_code}: {answer.text[:200]}")
-            if answer.status_code < 400:
+            status = answer.status_code
+            if status in (400, 413, 422) and body is not None:
+                raise RequestRefused(f"{status}: {answer.text[:200]}")
+            if status < 400:
                 return answer
-            problem = f"{answer.status_code}: {answer.text[:200]}"
-            if answer.status_code < 500 and answer.status_code != 429:
-                raise RuntimeError(self._told(path, problem))
-        raise NoAnswer(self._told(path, problem))
-
-    def _told(self, path: str, problem: str) -> str:
-        return (
+            problem = f"{status}: {answer.text[:200]}"
+            if status < 500 and status != 429:
+                break
+        told = (
             f"{self._endpoint}{path} does not answer ({problem}); see that the server runs, then "
             "start the same command again: rows that are done are not sent twice"
         )
+        if 400 <= status < 500:  # of this client, not of the request
+            raise RuntimeError(told)
+        raise NoAnswer(told, problem)
 
     def _read(self, kind: type[AnswerT], answer: httpx.Response) -> AnswerT:
         try:
             return kind.model_validate_json(answer.content)
         except pydantic.ValidationError as error:
-            raise NoAnswer(f"{self._endpoint} is no OpenAI-compatible server: {error}") from error
+            told = f"{self._endpoint} is no OpenAI-compatible server: {error}"
+            raise NoAnswer(told, f"no completion: {str(error)[:200]}") from error
 
 
 def _address(endpoint: str, remote: bool) -> tuple[httpx.AsyncHTTPTransport, str]:
