@@ -182,7 +182,7 @@ class EngineHttp:
             return form.model_validate_json(answer)
         except pydantic.ValidationError as error:
             raise EngineError(
-                f"{self.label} answered {path} in an unknown form: {error}"
+                f"{self.label} answered {path} in an unknown form: {str(error)[:2000]}"
             ) from error
 
     async def close(self) -> None:

@@ -22,7 +22,7 @@ from megatron_dapo.rollout.engine_http import EngineHttp
 from megatron_dapo.rollout.generate_route import (
     GENERATE,
     GenerateResponse,
-    check_tokens,
+    check_response,
     request_body,
     version_spans,
 )
@@ -63,6 +63,7 @@ class VllmEngine:
         in_flight: requests that run when an update comes finish on the old weights ("wait"), or
             go on with the new ones and carry both versions ("keep").
         token: that the server asks for; None: it listens on a unix socket or loopback alone.
+        vocabulary: of the model: no other token ids are taken. None: it is not known.
     """
 
     def __init__(
@@ -75,11 +76,13 @@ class VllmEngine:
         sleep_mode: bool = False,
         in_flight: InFlight = "wait",
         token: str | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         self.endpoint = endpoint
         self.label = label or endpoint
         self.sleep_mode = sleep_mode
         self.in_flight = in_flight
+        self._vocabulary = vocabulary
         self.http = EngineHttp(
             endpoint, label=self.label, timeout_seconds=request_timeout_seconds, token=token
         )
@@ -321,7 +324,7 @@ class VllmEngine:
         except EngineUnavailable:
             self.lost_requests += interruptible
             raise
-        check_tokens(self.label, request, choice)
+        check_response(self.label, request, choice, self._vocabulary)
         allowed = self._installed[current:]
         spans = version_spans(self.label, choice, allowed)
         versions = [version for _, version in spans] or [version_number(allowed[-1])]
