@@ -29,7 +29,7 @@ from megatron_dapo.checkpoint.keeper import CheckpointKeeper
 from megatron_dapo.config import RunConfig
 from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.engine_weights import EngineWeights
-from megatron_dapo.evaluation.evaluate import evaluation_metrics
+from megatron_dapo.evaluation.evaluate import evaluation_metrics, ungraded_responses
 from megatron_dapo.evaluation.set_report import report_set, reports_json
 from megatron_dapo.observability.metrics import MetricBag, reduce_bags
 from megatron_dapo.observability.sinks import Sinks
@@ -257,6 +257,9 @@ class Trainer:
             self.owed = self.rollouts is not None  # a stop cut it short
             return {}
         reports = {name: report_set(found) for name, found in groups.items()}
+        failures = () if self.rollouts is None else self.rollouts.grading_failures
+        if told := ungraded_responses(groups, failures):
+            logger.warning("evaluation of step %d: %s", step, told)
         if self.sinks is not None:
             samples = self.config.evaluation.save_samples
             self.sinks.log_evaluation(step, groups, reports_json(reports), samples=samples)

@@ -23,6 +23,7 @@ from megatron_dapo.config.evaluation_target import check_evaluation
 from megatron_dapo.config.load import save_resolved
 from megatron_dapo.config.run_dir_checks import run_dir_problems
 from megatron_dapo.data.tokenizer import load_tokenizer, stop_token_ids
+from megatron_dapo.evaluation.evaluate import ungraded_responses
 from megatron_dapo.evaluation.set_report import SetReport, report_set, reports_json
 from megatron_dapo.observability.evaluation_files import Sets, write_report, write_samples
 from megatron_dapo.observability.logs import quiet_logs
@@ -86,21 +87,11 @@ def _evaluate(target: Target, config: RunConfig, names: str | None) -> int:
     console = open_console()
     console.print(result_table(reports))
     console.print(LEGEND, style="dim", highlight=False)
-    _tell_ungraded(reports, () if graders is None else graders.first_failures)
+    if told := ungraded_responses(groups, () if graders is None else graders.first_failures):
+        sys.stderr.write(f"{told}\n")
     for file in (REPORT_FILE, SAMPLES_FILE):
         sys.stdout.write(f"{config.run_dir / file}\n")
     return 0
-
-
-def _tell_ungraded(reports: Mapping[str, SetReport], failures: Sequence[str]) -> None:
-    """A score of wrong answers that nobody looked at must not pass for one."""
-    for name, report in reports.items():
-        if ungraded := report.counts.ungraded:
-            told = "".join(f"\n- {failure}" for failure in failures)
-            sys.stderr.write(
-                f"{name}: {ungraded} of {report.counts.samples} responses were not graded and "
-                f"count as wrong{told}\n"
-            )
 
 
 def _sampling(config: RunConfig, names: str | None, graders: GraderPool | None) -> HeldoutSampling:

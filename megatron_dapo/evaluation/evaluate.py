@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_dapo.evaluation.phrases import ALL
 from megatron_dapo.evaluation.set_report import SetReport
+from megatron_dapo.reward.grade import grading_errors
+from megatron_dapo.types import Group
 
 
 def evaluation_metrics(reports: Mapping[str, SetReport]) -> dict[str, float]:
@@ -18,6 +20,31 @@ def evaluation_metrics(reports: Mapping[str, SetReport]) -> dict[str, float]:
     for name, report in reports.items():
         metrics |= _of_one_set(name, report)
     return metrics
+
+
+def ungraded_responses(groups: Mapping[str, Sequence[Group]], failures: Sequence[str] = ()) -> str:
+    """Which responses nobody graded, and why, in one line; "" where every one was graded.
+
+    A score of wrong answers that nobody looked at must not pass for one.
+
+    Args:
+        groups: graded responses by the set's name.
+        failures: what the first graders that failed have said, a line each.
+    """
+    told, failed = [], 0
+    for name, found in groups.items():
+        samples = sum(len(group.responses) for group in found)
+        ungraded = sum(r.accuracy is None for group in found for r in group.rewards)
+        errors = grading_errors(found)
+        failed += errors
+        if ungraded:
+            told.append(
+                f"{name}: {ungraded} of {samples} responses were not graded and count as wrong "
+                f"(the grader failed on {errors}, {ungraded - errors} were aborted)"
+            )
+    if failed and failures:
+        told.append(f"graders said first: {', '.join(failures)}")
+    return "; ".join(told)
 
 
 def _of_one_set(name: str, report: SetReport) -> dict[str, float]:

@@ -94,7 +94,7 @@ class RolloutDriver:
             capacity=self._capacity,
             last_step=config.training.steps,
             max_error_share=config.reward.max_error_share,
-            grading_failures=lambda: self._graders.first_failures if self._graders else (),
+            grading_failures=lambda: self.grading_failures,
         )
         logger.info("generation stops at token ids %s", list(self._stop_ids))
 
@@ -245,6 +245,11 @@ class RolloutDriver:
     def responses(self) -> int:
         """Received so far, for training and evaluation. From any thread."""
         return self._decode.calls
+
+    @property
+    def grading_failures(self) -> Sequence[str]:
+        """What the first graders of the run that failed have said, a line each."""
+        return () if self._graders is None else self._graders.first_failures
 
     @property
     def update_reports(self) -> Mapping[int, list[dict[str, JsonValue]]]:

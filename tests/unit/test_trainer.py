@@ -19,6 +19,7 @@ from megatron_dapo.config.errors import RunFailed
 from megatron_dapo.observability.watchdog import Watchdog
 from megatron_dapo.parallel.stop import SIGNALS, StopRequest
 from megatron_dapo.policy.trained_model import SkippedUpdates
+from megatron_dapo.reward.grade import NOT_GRADED
 from megatron_dapo.rollout.engine import EngineError, EngineUnavailable
 from megatron_dapo.rollout.event_loop import Interrupted
 from megatron_dapo.trainer import Trainer, steps_to_run
@@ -311,6 +312,9 @@ class Heldout:
     losses: int = 0
     interrupted: bool = False
     asked: list[tuple[int, int]] = field(default_factory=list)
+    verdict: Reward = field(default_factory=lambda: Reward(0.0, -1.0))
+    """On the second response."""
+    grading_failures: tuple[str, ...] = ("raised: KeyError",)
 
     def sample_heldout(self, step: int, policy_version: int) -> dict[str, list[Group]]:
         self.asked.append((step, policy_version))
@@ -320,7 +324,7 @@ class Heldout:
             raise EngineUnavailable("all 2 rollout engines are lost")
         prompt = Prompt("p", "", (3,), "1")
         responses = [Response("p", n, (7,), (-1.0,), "stop", policy_version, n) for n in range(2)]
-        return {"sums": [Group(prompt, tuple(responses), (Reward(1.0, 1.0), Reward(0.0, -1.0)))]}
+        return {"sums": [Group(prompt, tuple(responses), (Reward(1.0, 1.0), self.verdict))]}
 
 
 @dataclass
@@ -358,6 +362,19 @@ def test_an_evaluation_goes_on_once_lost_engines_are_back(alone: Alone, losses: 
     assert weights.spent == losses
     assert rollouts.asked == [(2, 4)] * (losses + 1)
     assert metrics["val-core/sums/acc/mean@2"] == 0.5
+
+
+def test_an_evaluation_warns_once_of_responses_that_nobody_graded(
+    alone: Alone, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluating(alone, Heldout(), Weights()).evaluate(2)
+    assert caplog.text == ""
+    evaluating(alone, Heldout(verdict=NOT_GRADED), Weights()).evaluate(2)
+    (warned,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert warned.getMessage() == (
+        "evaluation of step 2: sums: 1 of 2 responses were not graded and count as wrong (the "
+        "grader failed on 1, 0 were aborted); graders said first: raised: KeyError"
+    )
 
 
 def test_an_evaluation_whose_engines_keep_dying_ends_the_run(alone: Alone) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dapo.evaluation.evaluate import evaluation_metrics
+from megatron_dapo.evaluation.evaluate import evaluation_metrics, ungraded_responses
 from megatron_dapo.evaluation.set_report import report_set
 from megatron_dapo.reward.grade import NOT_GRADED
 from megatron_dapo.types import Group, Reward
@@ -53,3 +53,18 @@ def test_reflection_and_truncation_are_logged() -> None:
     assert metrics["val-aux/aime/reflection/share"] == 1.0
     assert metrics["val-aux/aime/reflection/per_1k_tokens"] == 1000.0
     assert metrics["val-aux/aime/response_length/clip_ratio"] == 0.5
+
+
+def test_responses_that_nobody_graded_are_told_in_one_line_with_the_reason() -> None:
+    failed = graded_group(1, "a", "b", "c", ends=("stop", "abort", "stop"))
+    failed = Group(failed.prompt, failed.responses, (NOT_GRADED, NOT_GRADED, Reward(1.0, 1.0)))
+    aborted = graded_group(2, "Answer: 7", "", ends=("stop", "abort"))
+    whole = [graded_group(3, "Answer: 7")]
+    groups = {"code": [failed], "sums": whole, "aime": [aborted]}
+    assert ungraded_responses(groups, ["raised: KeyError: 'x'", "time_limit: 10 s"]) == (
+        "code: 2 of 3 responses were not graded and count as wrong (the grader failed on 1, 1 were "
+        "aborted); aime: 1 of 2 responses were not graded and count as wrong (the grader failed on "
+        "0, 1 were aborted); graders said first: raised: KeyError: 'x', time_limit: 10 s"
+    )
+    assert ungraded_responses({"sums": whole}, ["raised: of a training step"]) == ""
+    assert "said" not in ungraded_responses({"aime": [aborted]}, ["raised: of a training step"])
