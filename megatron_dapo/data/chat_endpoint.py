@@ -19,6 +19,8 @@ AnswerT = TypeVar("AnswerT", bound=pydantic.BaseModel)
 ATTEMPTS = 5
 FIRST_BACKOFF_SECONDS = 0.5
 CONNECT_SECONDS = 10.0
+EVERY_REQUEST = httpx.Limits(max_connections=None)
+"""How many are under way is the caller's to say: one in a queue here would run out of time."""
 REFUSED, FAILED = "refused", "server_error"
 """Why a request has no reply: the server does not take it, because it is too long for example; or
 fails over it each time, while it answers others."""
@@ -114,7 +116,11 @@ class ChatEndpoint:
         self._sampling = {"temperature": temperature, "max_tokens": max_tokens}
         timeout = httpx.Timeout(timeout_seconds, connect=CONNECT_SECONDS)
         self._http = httpx.AsyncClient(
-            transport=transport, base_url=base_url, headers=headers, timeout=timeout
+            transport=transport,
+            base_url=base_url,
+            headers=headers,
+            timeout=timeout,
+            trust_env=False,
         )
 
     async def __aenter__(self) -> ChatEndpoint:
@@ -199,7 +205,10 @@ class ChatEndpoint:
 
 def _address(endpoint: str, remote: bool) -> tuple[httpx.AsyncHTTPTransport, str]:
     if endpoint.startswith("unix:/"):
-        return httpx.AsyncHTTPTransport(uds=endpoint.removeprefix("unix:")), "http://model"
+        return (
+            httpx.AsyncHTTPTransport(uds=endpoint.removeprefix("unix:"), limits=EVERY_REQUEST),
+            "http://model",
+        )
     url = httpx.URL(endpoint)
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"ENDPOINT={endpoint} must be unix:/path or http://127.0.0.1:port")
@@ -209,4 +218,4 @@ def _address(endpoint: str, remote: bool) -> tuple[httpx.AsyncHTTPTransport, str
             "Give --remote if that is meant"
         )
     base_url = endpoint.rstrip("/").removesuffix("/v1")
-    return httpx.AsyncHTTPTransport(), base_url
+    return httpx.AsyncHTTPTransport(limits=EVERY_REQUEST), base_url

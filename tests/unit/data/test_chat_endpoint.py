@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -120,3 +122,34 @@ def test_a_key_comes_from_the_environment_only(
     monkeypatch.setenv("CHAT_KEY", "canary")
     ask(server.url, api_key_variable="CHAT_KEY")
     assert server.got[0][1] == "Bearer canary"
+
+
+def test_all_requests_are_under_way_at_once(tmp_path: Path) -> None:
+    together, waiting = 150, 0
+    body = json.dumps(completion("yes")).encode()
+    head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+
+    async def ask_together() -> list[str]:
+        all_there = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal waiting
+            await reader.readuntil(b"\r\n\r\n")
+            waiting += 1
+            if waiting == together:
+                all_there.set()
+            await all_there.wait()
+            writer.write(head + body)
+            await writer.drain()
+            writer.close()
+
+        listening = await asyncio.start_unix_server(serve, tmp_path / "s", backlog=together)
+        question = [{"role": "user", "content": "hello"}]
+        try:
+            async with ChatEndpoint(f"unix:{tmp_path}/s", model="any") as model:
+                replies = (model.reply(question, seed=seed) for seed in range(together))  # type: ignore[arg-type]
+                return await asyncio.gather(*replies)
+        finally:
+            listening.close()
+
+    assert asyncio.run(ask_together()) == ["yes"] * together
