@@ -22,6 +22,7 @@ setup(
         "safetensors>=0.8",
         "httpx>=0.28.1,<0.29",
         "aiohttp>=3.14,<4",
+        "msgspec>=0.22",
         "transformers>=5.16.1,<5.20",
         "tokenizers>=0.23",
         "sentencepiece>=0.2.3",

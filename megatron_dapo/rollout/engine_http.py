@@ -10,7 +10,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
-import pydantic
+import msgspec
 
 from megatron_dapo.config.endpoint_checks import LOOPBACK_HOSTS
 from megatron_dapo.rollout.engine import EngineError, EngineFault, EngineUnavailable
@@ -33,7 +33,7 @@ BROKEN = (
 )
 """The connection ended, or what came is no HTTP: the server may have got the request."""
 
-AnswerT = TypeVar("AnswerT", bound=pydantic.BaseModel)
+AnswerT = TypeVar("AnswerT", bound=msgspec.Struct)
 
 
 def engine_address(endpoint: str, *, with_token: bool = False) -> tuple[str | None, str]:
@@ -179,8 +179,8 @@ class EngineHttp:
         """
         answer = await self.send(method, path, body, repeatable=repeatable)
         try:
-            return form.model_validate_json(answer)
-        except pydantic.ValidationError as error:
+            return msgspec.json.decode(answer, type=form)
+        except (msgspec.DecodeError, RecursionError) as error:
             raise EngineError(
                 f"{self.label} answered {path} in an unknown form: {str(error)[:2000]}"
             ) from error

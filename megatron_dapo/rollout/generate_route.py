@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
-import pydantic
+import msgspec
 
 from megatron_dapo.rollout.engine import EngineError, GenerationRequest
 from megatron_dapo.rollout.server_options import SERVED_NAME
@@ -21,20 +22,20 @@ ENGINE_ID_PREFIX = "generate-tokens-"
 """What the route puts before a request_id to name it inside the engine."""
 
 
-class _TokenLogprob(pydantic.BaseModel):
+class _TokenLogprob(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(pydantic.BaseModel):
+class _Logprobs(msgspec.Struct):
     content: list[_TokenLogprob]
 
 
-class _VersionSpan(pydantic.BaseModel):
+class _VersionSpan(msgspec.Struct):
     version: str
     start: int
 
 
-class Choice(pydantic.BaseModel):
+class Choice(msgspec.Struct):
     """One response."""
 
     token_ids: list[int]
@@ -43,10 +44,10 @@ class Choice(pydantic.BaseModel):
     weight_versions: list[_VersionSpan] | None
 
 
-class GenerateResponse(pydantic.BaseModel):
-    """The part that we read of the answer of /inference/v1/generate."""
+class GenerateResponse(msgspec.Struct):
+    """The part that we read of the answer of /inference/v1/generate: 100 bytes for each token."""
 
-    choices: list[Choice] = pydantic.Field(min_length=1, max_length=1)
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 
 def request_body(request: GenerationRequest) -> dict[str, object]:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from megatron_dapo.config import RunConfig
+from megatron_dapo.config.model_shape import vocabulary_of
 from megatron_dapo.rollout.engine_watch import EngineWatch
 from megatron_dapo.rollout.event_loop import EventLoopThread
 from megatron_dapo.rollout.server_options import Device, ServerOptions, server_options
@@ -88,6 +89,7 @@ class LoadedEngines:
             server.endpoint,
             label=server.label,
             request_timeout_seconds=self._rollout.request_timeout_seconds,
+            vocabulary=vocabulary_of(server.options.model),
         )
         await engine.adopt()
         watch = asyncio.ensure_future(self._watch(engine, server))

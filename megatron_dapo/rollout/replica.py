@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 
 from megatron_dapo.config import RunConfig
+from megatron_dapo.config.model_shape import vocabulary_of
 from megatron_dapo.rollout.engine import EngineError
 from megatron_dapo.rollout.engine_watch import EngineWatch
 from megatron_dapo.rollout.health import SERVER
@@ -53,6 +54,7 @@ class Replica:
         self.failure: EngineError | None = None
         """Why there is no engine in this place any more."""
         self._rollout, self._resharding = config.rollout, config.resharding
+        self._vocabulary = vocabulary_of(config.model.path)
         self._sleep_mode = sleep_mode
         self._budget = RestartBudget(config.rollout.max_restarts)
         self._replaced, self._started = replaced, started
@@ -230,6 +232,7 @@ class Replica:
             sleep_mode=self._sleep_mode,
             in_flight=self._resharding.in_flight,
             token=token_of(self._rollout),
+            vocabulary=self._vocabulary,
         )
 
     async def _retire(self, engine: VllmEngine) -> None:

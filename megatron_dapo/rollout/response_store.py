@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from megatron_dapo.observability.run_files import sync_directory
+from megatron_dapo.config.whole_files import sync_directory
 from megatron_dapo.rollout.engine import Generate, GenerationRequest, GenerationResult
 from megatron_dapo.rollout.group_state import packed_numbers, unpacked_numbers
 from megatron_dapo.rollout.weight_update import Digests

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
-import pydantic
+import msgspec
 from pydantic import JsonValue
 
 from megatron_dapo.rollout.engine import EngineError
@@ -31,28 +31,28 @@ MOST_NAMED = 5
 """Parameters that a message about wrong digests names."""
 
 
-class _WeightInfo(pydantic.BaseModel):
+class _WeightInfo(msgspec.Struct):
     weight_version: str
 
 
-class _ResetAnswer(pydantic.BaseModel):
+class _ResetAnswer(msgspec.Struct):
     success: bool
 
 
-class _WorkerDigests(pydantic.BaseModel):
+class _WorkerDigests(msgspec.Struct):
     """Of every tensor-parallel rank, in order."""
 
     results: list[dict[str, str]]
 
 
-class _WorkerReports(pydantic.BaseModel):
-    results: list[dict[str, JsonValue]]
+class _WorkerReports(msgspec.Struct):
+    results: list[dict[str, object]]
 
 
-class _TakenOver(pydantic.BaseModel):
+class _TakenOver(msgspec.Struct):
     """Of every tensor-parallel rank, in order; anything, where they belong to an earlier call."""
 
-    results: list[JsonValue]
+    results: list[object]
 
 
 async def end_open_update(http: EngineHttp) -> None:
@@ -131,7 +131,7 @@ async def verify_weights(
         _WorkerReports, "POST", "/collective_rpc", {"method": "weight_report"}, repeatable=True
     )
     logger.debug("%s after its update: %s", http.label, reports.results)
-    return reports.results
+    return cast(list[dict[str, JsonValue]], reports.results)
 
 
 def compare_digests(label: str, found: Sequence[Digests], expected: Sequence[Digests]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+import msgspec
 import pytest
 
 from megatron_dapo.rollout.engine import EngineError
@@ -29,13 +30,14 @@ def choice(
     spans: list[tuple[int, str]] | None = None,
 ) -> Choice:
     numbers = [-0.5] * len(tokens) if logprobs is None else logprobs
-    return Choice.model_validate(
+    return msgspec.convert(
         {
             "token_ids": tokens,
             "logprobs": {"content": [{"logprob": number} for number in numbers]},
             "finish_reason": reason,
             "weight_versions": [{"start": start, "version": name} for start, name in spans or []],
-        }
+        },
+        Choice,
     )
 
 
@@ -110,15 +112,28 @@ def test_spans_of_an_update_pass() -> None:
 
 @pytest.mark.parametrize("missing", ["logprobs", "token_ids", "finish_reason"])
 def test_an_answer_without_a_part_is_refused(missing: str) -> None:
-    whole = choice([7, 2]).model_dump()
+    whole = msgspec.to_builtins(choice([7, 2]))
     with pytest.raises(ValueError, match=missing):
-        GenerateResponse.model_validate({"choices": [whole | {missing: None}]})
+        msgspec.convert({"choices": [whole | {missing: None}]}, GenerateResponse)
 
 
-def test_no_number_of_an_engine_reaches_anyone(server: ScriptedServer) -> None:
-    server.logprobs = [-1.0, math.nan]
-    with pytest.raises(EngineError, match="a log-prob of nan"):
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(-9999.0, "a log-prob of -9999"), (math.nan, "an unknown form: JSON is malformed")],
+)
+def test_no_wrong_number_of_an_engine_reaches_anyone(
+    server: ScriptedServer, number: float, message: str
+) -> None:
+    server.logprobs = [-1.0, number]
+    with pytest.raises(EngineError, match=message):
         talk(server, lambda engine: engine.generate(REQUEST))
+
+
+@pytest.mark.parametrize("wrong", [True, "7", 7.0, None, [7]])
+def test_only_numbers_are_token_ids(wrong: object) -> None:
+    whole = msgspec.to_builtins(choice([7, 2]))
+    with pytest.raises(ValueError, match="Expected `int`"):
+        msgspec.convert({"choices": [whole | {"token_ids": [wrong, 2]}]}, GenerateResponse)
 
 
 def test_an_answer_of_a_thousand_faults_is_told_in_few_lines(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from megatron_dapo.rollout import vllm_engine
@@ -74,13 +75,14 @@ def test_a_response_that_the_request_cannot_lead_to_is_an_error(
 @pytest.mark.parametrize("starts", [[1], [0, 5, 3]])
 def test_spans_of_weights_that_make_no_sense_are_an_error(starts: list[int]) -> None:
     spans = [{"version": "megatron_dapo-4", "start": start} for start in starts]
-    choice = Choice.model_validate(
+    choice = msgspec.convert(
         {
             "token_ids": [7] * 8,
             "logprobs": {"content": [{"logprob": -1.0}] * 8},
             "finish_reason": "length",
             "weight_versions": spans,
-        }
+        },
+        Choice,
     )
     with pytest.raises(EngineError, match="its weights changed at tokens"):
         version_spans("rollout engine 0", choice, ["megatron_dapo-4"])
