@@ -72,6 +72,11 @@ def _number(hf_config: Mapping[str, object], name: str, default: int | None = No
     return value
 
 
+def vocabulary_of(folder: Path) -> int:
+    """Token ids that a model has, whether its tokenizer uses them or not."""
+    return ModelShape.from_hf(read_hf_config(folder)).vocab
+
+
 def read_hf_config(folder: Path) -> dict[str, object]:
     """The parsed config.json of a model folder.
 

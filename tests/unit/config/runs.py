@@ -58,6 +58,13 @@ def write_run(folder: Path, *, hf: Mapping[str, object] = DENSE, weights: bool =
     return file
 
 
+def write_model(folder: Path) -> Path:
+    """A model folder of nothing but its shape."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(DENSE))
+    return folder
+
+
 def make_config(**sections: Mapping[str, object]) -> RunConfig:
     """A sound configuration with some sections' keys changed; needs no files."""
     tree: dict[str, object] = {"run_dir": "run", "model": {"path": "model"}, "device": "cpu"}

@@ -24,7 +24,7 @@ from megatron_dapo.rollout.event_loop import EventLoopThread
 from megatron_dapo.rollout.fleet import EngineFleet
 from megatron_dapo.rollout.vllm_engine import VllmEngine
 from megatron_dapo.rollout.vllm_server import session_members
-from tests.unit.config.runs import make_config
+from tests.unit.config.runs import DENSE, make_config, write_model
 from tests.unit.rollout.scripted_server import GENERATE, PAYLOAD, REQUEST, ScriptedServer
 
 INFOS = [{"directory": "/dev/shm/w", "replica": index} for index in range(2)]
@@ -100,7 +100,8 @@ def longest_silence() -> float:
 def pair_config(folder: Path, longest_silence: float = PATIENCE_SECONDS) -> RunConfig:
     endpoints = tuple(f"unix:{folder}/{index}" for index in range(2))
     beats = {"heartbeat_seconds": 0.02, "heartbeat_timeout_seconds": longest_silence}
-    return make_config(rollout={"engines": 2, "endpoints": endpoints, **beats})
+    model = {"path": str(write_model(folder / "model"))}
+    return make_config(model=model, rollout={"engines": 2, "endpoints": endpoints, **beats})
 
 
 @pytest.fixture
@@ -128,6 +129,15 @@ def wait_for(condition: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -
     while not condition():
         assert time.monotonic() < deadline, "not within the time"
         time.sleep(0.002)
+
+
+def test_a_token_that_the_model_does_not_have_is_refused(pair: Pair) -> None:
+    pair.update(1)
+    pair.servers[0].tokens = [DENSE["vocab_size"] - 1, 2]
+    assert len(pair.generate(0)[0].token_ids) == 2
+    pair.servers[0].tokens = [DENSE["vocab_size"], 2]
+    with pytest.raises(EngineError, match="token 512, which a vocabulary of 512 does not hold"):
+        pair.generate(0)
 
 
 def test_the_first_half_returns_while_the_engines_still_wait_for_weights(pair: Pair) -> None:
@@ -502,7 +512,8 @@ def own(
     monkeypatch.setattr(engine_watch, "LAST_WORDS_SECONDS", 0.2)
     monkeypatch.setattr(restarts, "FIRST_WAIT_SECONDS", 0.001)
     beats = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": longest_silence}
-    config = make_config(rollout={"engines": 2, **beats})
+    model = {"path": str(write_model(tmp_path / "model"))}
+    config = make_config(model=model, rollout={"engines": 2, **beats})
     config = config.model_copy(update={"run_dir": tmp_path / "run"})
     for index in range(2):
         (tmp_path / f"next_{index}").write_text("serves")

@@ -16,7 +16,7 @@ from megatron_dapo.rollout import engine_watch, vllm_engine, vllm_server
 from megatron_dapo.rollout.engine import EngineUnavailable
 from megatron_dapo.rollout.loaded_engines import LoadedEngines, loading_options
 from megatron_dapo.rollout.vllm_server import EngineStartError, VllmServer, session_members
-from tests.unit.config.runs import write_run
+from tests.unit.config.runs import write_model, write_run
 from tests.unit.rollout.scripted_server import REQUEST
 
 
@@ -91,7 +91,7 @@ def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoadedE
     beats = ("rollout.heartbeat_seconds=0.1", "rollout.heartbeat_timeout_seconds=2")
     config = run(tmp_path, "rollout.engines=2", *beats)
     assert config.rollout.request_timeout_seconds >= 600
-    with LoadedEngines(config, tmp_path / "hf", "cpu") as engines:
+    with LoadedEngines(config, write_model(tmp_path / "hf"), "cpu") as engines:
         yield engines
 
 
