@@ -148,8 +148,8 @@ def test_ranks_meet_again_after_one_of_them_failed_before_it_sent_anything(tmp_p
 
 @pytest.mark.usefixtures("mapped_by_name")
 def test_a_worker_that_does_not_read_is_named(tmp_path: Path) -> None:
-    trainers = senders(tmp_path, timeout=3)
-    engine: list[PlainWorker] = workers("cuda_ipc", tmp_path, timeout=3)
+    trainers = senders(tmp_path, timeout=5)
+    engine: list[PlainWorker] = workers("cuda_ipc", tmp_path, timeout=5)
     payload = payload_of(trainers, 1)
     errors = in_parallel(
         *(partial(trainers[rank].send, 1, outbox(rank, 1), (0,)) for rank in range(TRAINERS)),

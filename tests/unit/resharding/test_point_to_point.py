@@ -32,11 +32,15 @@ from tests.unit.resharding.transports import (
     workers,
 )
 
-SHORT = 3.0
+SHORT = 5.0
 """Seconds until somebody is given up."""
+FOREVER = 300.0
+"""Seconds after which nobody is to be given up any more."""
+HANG = 100.0
+"""Between what a test takes, and `FOREVER` or no end at all."""
 
 
-def sender(directory: Path, rank: int, *, timeout: float = 20.0) -> PointToPointSender:
+def sender(directory: Path, rank: int, *, timeout: float = 60.0) -> PointToPointSender:
     meeting = Meeting(
         directory, 0, 0, TRAINERS, WORKERS, backend="gloo", timeout=timedelta(seconds=timeout)
     )
@@ -104,16 +108,18 @@ class Faulty(Outbox):
             out[-1] ^= 1
 
 
-def faulty_update(tmp_path: Path, fault: str) -> tuple[list[PlainWorker], Faulty, list]:
+def faulty_update(
+    tmp_path: Path, fault: str, timeout: float = SHORT
+) -> tuple[list[PlainWorker], Faulty, list]:
     bad = Faulty(fault)
-    trainers = [sender(tmp_path, rank, timeout=SHORT) for rank in range(TRAINERS)]
-    engine = workers("gloo", tmp_path, timeout=SHORT)
+    trainers = [sender(tmp_path, rank, timeout=timeout) for rank in range(TRAINERS)]
+    engine = workers("gloo", tmp_path, timeout=timeout)
     boxes = [outbox(0, 1), bad]
     return engine, bad, [update(trainers, engine, boxes, 1), boxes]
 
 
 def test_a_flipped_bit_is_found_by_the_digest_of_its_parameter(tmp_path: Path) -> None:
-    engine, bad, (errors, boxes) = faulty_update(tmp_path, "corrupted")
+    engine, bad, (errors, boxes) = faulty_update(tmp_path, "corrupted", FOREVER)
     assert errors == [None] * 4
     wanted, found = expected_digests(boxes, 0), engine[0].weights.digests()
     damaged = next(message for message in bad if bad.is_meant(message)).transfers[-1].target
@@ -124,7 +130,7 @@ def test_a_flipped_bit_is_found_by_the_digest_of_its_parameter(tmp_path: Path) -
 def test_a_dropped_bucket_ends_the_update_and_names_bucket_and_sender(tmp_path: Path) -> None:
     started = time.monotonic()
     _, bad, (errors, _) = faulty_update(tmp_path, "dropped")
-    assert time.monotonic() - started < 4 * SHORT
+    assert time.monotonic() - started < HANG
     lost = f"bucket {bad.bucket} of the new weights did not come from trainer rank 1"
     assert str(errors[2]).startswith(lost)
 
@@ -175,15 +181,15 @@ def test_who_does_not_come_is_named_by_all_who_wait(tmp_path: Path, missing: str
     del there[missing]
     started = time.monotonic()
     errors = in_parallel(*there.values())
-    assert time.monotonic() - started < 4 * SHORT
+    assert time.monotonic() - started < HANG
     assert all(str(error).startswith(f"{missing} did not join") for error in errors), errors
 
 
 def test_a_transfer_that_is_called_off_ends_every_wait_and_the_next_one_works(
     tmp_path: Path,
 ) -> None:
-    trainers = [sender(tmp_path, rank, timeout=300) for rank in range(TRAINERS)]
-    engine = workers("gloo", tmp_path, timeout=300)
+    trainers = [sender(tmp_path, rank, timeout=FOREVER) for rank in range(TRAINERS)]
+    engine = workers("gloo", tmp_path, timeout=FOREVER)
 
     def refuse() -> None:
         time.sleep(1)  # the others are waiting by now
@@ -196,7 +202,7 @@ def test_a_transfer_that_is_called_off_ends_every_wait_and_the_next_one_works(
         partial(engine[0].weights.receive, payload),  # worker 1 does not come
         refuse,
     )
-    assert time.monotonic() - started < 100
+    assert time.monotonic() - started < HANG
     reason = "called off: rollout engine 0 answered 400"
     assert all(reason in str(error) for error in errors[:-1]), errors
     for trainer in trainers:
@@ -264,13 +270,13 @@ def test_over_nccl_a_bucket_is_asked_for_as_one_and_aborted_when_it_does_not_com
 def test_over_nccl_a_transfer_that_is_called_off_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receiver, group, meeting = nccl_receiver(tmp_path, monkeypatch, timeout=300)
+    receiver, group, meeting = nccl_receiver(tmp_path, monkeypatch, timeout=FOREVER)
     receiver.begin(new_payload(1, engines=1))
     meeting.call_off("rollout engine 0 answered 400")
     started = time.monotonic()
     with pytest.raises(RuntimeError, match="called off: rollout engine 0 answered 400"):
         receiver.receive(0, small_plan().senders_of(0, 0)[0])
-    assert time.monotonic() - started < 100
+    assert time.monotonic() - started < HANG
     assert group.calls[-1] == "abort"
 
 
@@ -315,8 +321,8 @@ def process_that_dies(
 
 def test_a_worker_that_dies_is_named_and_its_successor_gets_everything(tmp_path: Path) -> None:
     with process_that_dies(_worker_that_dies, 0, tmp_path):
-        trainers = [sender(tmp_path, rank) for rank in range(TRAINERS)]
-        engine = workers("gloo", tmp_path)
+        trainers = [sender(tmp_path, rank, timeout=2 * SHORT) for rank in range(TRAINERS)]
+        engine = workers("gloo", tmp_path, timeout=2 * SHORT)
         payload = new_payload(1, engines=1)
         errors = in_parallel(
             *(lambda r=rank: trainers[r].send(1, outbox(r, 1), (0,)) for rank in range(TRAINERS)),
@@ -338,8 +344,8 @@ def test_a_worker_that_dies_is_named_and_its_successor_gets_everything(tmp_path:
 
 def test_a_trainer_that_dies_is_named_by_the_workers_at_once(tmp_path: Path) -> None:
     with process_that_dies(_trainer_that_dies, 1, tmp_path):
-        trainer = sender(tmp_path, 0, timeout=300)
-        engine = workers("gloo", tmp_path, timeout=300)
+        trainer = sender(tmp_path, 0, timeout=FOREVER)
+        engine = workers("gloo", tmp_path, timeout=FOREVER)
         payload = new_payload(1, engines=1)
         started = time.monotonic()
         errors = in_parallel(
@@ -347,4 +353,4 @@ def test_a_trainer_that_dies_is_named_by_the_workers_at_once(tmp_path: Path) -> 
             *(lambda w=worker: w.weights.receive(payload) for worker in engine),
         )
     assert any("did not come from trainer rank 1" in str(error) for error in errors[1:]), errors
-    assert time.monotonic() - started < 100
+    assert time.monotonic() - started < HANG

@@ -52,7 +52,7 @@ def outbox(rank: int, version: int = 0) -> Outbox:
     return Outbox(small_plan(), rank, sources)
 
 
-def init_info(transport: str, directory: Path, *, timeout: float = 20.0) -> InitInfo:
+def init_info(transport: str, directory: Path, *, timeout: float = 60.0) -> InitInfo:
     plan = small_plan()
     return InitInfo(
         transport=transport,
@@ -66,7 +66,7 @@ def init_info(transport: str, directory: Path, *, timeout: float = 20.0) -> Init
     )
 
 
-def workers(transport: str, directory: Path, *, timeout: float = 20.0) -> list[PlainWorker]:
+def workers(transport: str, directory: Path, *, timeout: float = 60.0) -> list[PlainWorker]:
     init = init_info(transport, directory, timeout=timeout)
     return [PlainWorker(init, HF_CONFIG, rank) for rank in range(WORKERS)]
 
