@@ -33,7 +33,6 @@ def make(folder: Path, *arguments: str, **environment: str) -> subprocess.Comple
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
     )
 
 
