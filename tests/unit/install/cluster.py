@@ -33,6 +33,10 @@ SRUN = """
     tasks, per_node = int(options["--ntasks"]), int(options.get("--ntasks-per-node", 1))
     unseen = os.environ.get("UNSEEN_NODE")
     children = []
+    def forward(number, frame):  # like slurmstepd: to every process of the task
+        for child in children:
+            os.killpg(child.pid, number)
+    signal.signal(signal.SIGUSR1, forward)
     for task in range(tasks):
         place = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(task // per_node)}
         if place["SLURM_NODEID"] == unseen:
@@ -42,11 +46,6 @@ SRUN = """
         children.append(subprocess.Popen(
             arguments, env=os.environ | place, stdout=stream, stderr=stream,
             start_new_session=True))
-    def forward(number, frame):  # like slurmstepd: to every process of the task
-        for child in children:
-            os.killpg(child.pid, number)
-    signal.signal(signal.SIGUSR1, forward)
-    (record / "srun.ready").touch()
     sys.exit(max([child.wait() % 256 for child in children], default=0))
 """
 SCONTROL = """
@@ -70,13 +69,16 @@ TRAINER = """
     names = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     place = " ".join(os.environ[name] for name in names)
     code = os.environ["TRAINER_CODES"].split()[rank]
+    awaited = os.environ.get("AWAITED")
+    while awaited and not pathlib.Path(awaited).exists():
+        time.sleep(0.02)
     print("rank", rank, "says hello", flush=True)
     if code == "wait":
         def save(number, frame):
             sys.exit(75)
         signal.signal(signal.SIGUSR1, save)
         (record / f"rank{rank}").write_text(place)
-        time.sleep(60)
+        time.sleep(600)
         sys.exit(1)
     (record / f"rank{rank}").write_text(place + " " + " ".join(sys.argv[1:]))
     sys.exit(int(code))
@@ -86,7 +88,10 @@ ENGINE = """
     (told,) = (word for word in sys.argv if word.startswith("rollout.token_file="))
     token = pathlib.Path(told.partition("=")[2])
     mode = oct(token.stat().st_mode & 0o777)[2:]
-    (pathlib.Path(os.environ["RECORD"]) / "token").write_text(f"{mode} {token.read_text()}")
+    record = pathlib.Path(os.environ["RECORD"])
+    draft = record / f"token.{os.environ['SLURM_PROCID']}"
+    draft.write_text(f"{mode} {token.read_text()}")
+    draft.rename(record / "token")
     while token.exists():
         time.sleep(0.05)
 """
@@ -181,7 +186,7 @@ class Cluster:
     def finish(self, process: subprocess.Popen[str]) -> tuple[int, str]:
         """Wait for a started script; nothing of it outlives a time-out."""
         try:
-            output, _ = process.communicate(timeout=120)
+            output, _ = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise

@@ -15,6 +15,8 @@ from megatron_dapo.planning.ports import engine_port, master_port
 from tests.conftest import REPOSITORY
 from tests.unit.install.cluster import SCRIPT, SECRET, Cluster
 
+PATIENCE_SECONDS = 120.0
+
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
@@ -112,8 +114,9 @@ def test_signals_reach_every_rank_and_the_job_is_queued_again(
     cluster: Cluster, number: signal.Signals
 ) -> None:
     process = cluster.start("wait wait wait wait")
-    deadline = time.monotonic() + 30
-    while len(list(cluster.record.glob("rank*"))) < 4 and time.monotonic() < deadline:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(list(cluster.record.glob("rank*"))) < 4:
+        assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)
     code, output = cluster.finish(process)
@@ -122,7 +125,9 @@ def test_signals_reach_every_rank_and_the_job_is_queued_again(
 
 
 def test_engines_get_a_step_of_their_own(cluster: Cluster) -> None:
-    code, output = cluster.run("0 0 0 0", ENGINE_COMMAND="echo engine of node $SLURM_NODEID")
+    command = "echo engine of node $SLURM_NODEID; touch $RECORD/engine"
+    awaited = str(cluster.record / "engine")
+    code, output = cluster.run("0 0 0 0", ENGINE_COMMAND=command, AWAITED=awaited)
     assert code == 0, output
     steps = (cluster.record / "srun.log").read_text().splitlines()
     assert any("echo engine" in step and "--nodelist=gpu003" in step for step in steps)
@@ -132,7 +137,8 @@ def test_engines_get_a_step_of_their_own(cluster: Cluster) -> None:
 
 def test_engines_get_nodes_of_their_own_and_the_trainers_their_addresses(cluster: Cluster) -> None:
     cluster.write_python(engine_nodes=2)
-    code, output = cluster.run("0 0 0 0", SLURM_JOB_NUM_NODES="4", NODES="4")
+    four = {"SLURM_JOB_NUM_NODES": "4", "NODES": "4"}
+    code, output = cluster.run("0 0 0 0", AWAITED=str(cluster.record / "token"), **four)
     assert code == 0, output
     steps = (cluster.record / "srun.log").read_text().splitlines()
     (engines,) = (step for step in steps if "megatron_dapo.rollout.serve" in step)
