@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +23,21 @@ code = main(sys.argv[1:])
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 sys.stderr.write("peak_kib=" + status["VmHWM"].split()[0])
 sys.exit(code)
+"""
+
+
+STANDS_STILL = """
+import sys, time
+from megatron_dapo.checkpoint import safetensors_shards
+from megatron_dapo.cli.main import main
+next_bytes = safetensors_shards._next_bytes
+def stand_still_at_the_last(arriving, name, *rest):
+    if name == "lm_head.weight":
+        print("in the middle", flush=True)
+        time.sleep(600)
+    return next_bytes(arriving, name, *rest)
+safetensors_shards._next_bytes = stand_still_at_the_last
+sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -78,16 +92,19 @@ def test_the_dtype_may_be_rounded(
 def test_a_killed_export_leaves_nothing_that_looks_finished(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    write_exported_run(tmp_path, layers=20, dtype=torch.float32)
+    write_exported_run(tmp_path, layers=2, dtype=torch.float32)
     out, unfinished = tmp_path / "out", tmp_path / ".out.tmp"
     process = subprocess.Popen(
-        [sys.executable, "-m", "megatron_dapo.cli.main", "export", tmp_path / "run", out],
+        [sys.executable, "-c", STANDS_STILL, "export", tmp_path / "run", out],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
     )
-    while process.poll() is None and not list(unfinished.glob("*.safetensors")):
-        time.sleep(0.001)
+    assert process.stdout is not None and process.stdout.readline() == "in the middle\n"
+    assert list(unfinished.glob("*.safetensors"))
     process.send_signal(number)
-    code = process.wait()
+    process.communicate()
+    code = process.returncode
     assert not out.exists()
     if number == signal.SIGTERM:
         assert code == 128 + number
