@@ -65,16 +65,25 @@ def launch_training(config: RunConfig) -> int:
 
 @contextlib.contextmanager
 def _nothing_left_when_refused(run_dir: Path) -> Iterator[list[int]]:
-    """Take a run directory that was not there away again when ranks refuse the configuration.
+    """When ranks refuse the configuration, a run directory that was not there goes again, and one
+    that was empty is emptied: `--fresh` takes no other.
 
     Yields:
         A list for the exit code of the ranks.
     """
-    missing = not run_dir.exists()
+    there = run_dir.is_dir()
+    empty = not there or not any(run_dir.iterdir())
     codes: list[int] = []
     yield codes
-    if missing and codes == [EXIT_CONFIG]:
-        shutil.rmtree(run_dir)
+    if codes != [EXIT_CONFIG] or not empty:
+        return
+    for path in run_dir.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    if not there:
+        run_dir.rmdir()
 
 
 @contextlib.contextmanager

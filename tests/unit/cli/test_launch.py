@@ -198,6 +198,16 @@ def test_a_refused_configuration_leaves_nothing_of_a_new_run(
     assert (tmp_path / "run").exists() == left
 
 
+def test_a_refused_configuration_leaves_a_directory_that_was_made_for_it_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    write = "from pathlib import Path; Path(sys.argv[2], f'rank_{rank}').touch(); "
+    script = f"{write} sys.exit({EXIT_CONFIG})"
+    assert launch_scripts(monkeypatch, tmp_path / "run", script) == EXIT_CONFIG
+    assert list((tmp_path / "run").iterdir()) == []  # what train --fresh asks for
+
+
 def test_a_refused_configuration_changes_nothing_of_an_older_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
