@@ -14,7 +14,7 @@ from megatron_dapo.config.heldout import heldout_paths
 from megatron_dapo.config.model_shape import read_hf_config
 from megatron_dapo.config.run_dir_checks import run_dir_problems
 from megatron_dapo.config.schema import RunConfig
-from megatron_dapo.config.versions import package_version
+from megatron_dapo.config.versions import is_installed, package_version
 from megatron_dapo.config.weight_files import INDEX_FILE, read_header
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -142,7 +142,7 @@ def _package_problems(config: RunConfig) -> Iterator[str]:
         ("logging.wandb", config.logging.wandb, "wandb"),
         ("logging.tensorboard", config.logging.tensorboard, "tensorboard"),
     ):
-        if wanted and importlib.util.find_spec(module) is None:
+        if wanted and not is_installed(module):
             yield (
                 f"{key}=true: {module} is not installed. Install 'megatron_dapo[{module}]', or "
                 f"set {key}=false."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import subprocess
 from importlib import metadata
@@ -35,6 +36,15 @@ def package_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def is_installed(module: str) -> bool:
+    """True where `import module` finds a package, and not just a folder of that name.
+
+    Runs leave folders named wandb and tensorboard behind, where one may start the next run.
+    """
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def megatron_release() -> tuple[int, ...]:

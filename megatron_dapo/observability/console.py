@@ -52,7 +52,7 @@ class ConsoleSink:
     def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
         """Responses are too long for a line."""
 
-    def close(self) -> None:
+    def close(self, *, complete: bool) -> None:
         """Standard output stays open."""
 
 

@@ -6,9 +6,10 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+from megatron_dapo.config.whole_files import replace_durably
 
 logger = logging.getLogger(__name__)
 
@@ -41,21 +42,38 @@ def append_line(path: Path, record: Mapping[str, object]) -> None:
 def read_lines(path: Path) -> list[dict[str, object]]:
     """Records of a file of JSON lines, in order; what is no record of a step is left out with a
     warning: a half-written line, or what someone else wrote."""
-    records: list[dict[str, object]] = []
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line)
-            except ValueError:
-                logger.warning("%s: line %d is half written and left out", path, number)
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                records.append(record)
-            else:
-                logger.warning("%s: line %d has no step and is left out", path, number)
-    return records
+        return list(_records(path, file))
+
+
+def read_new_lines(path: Path, start: int) -> tuple[list[dict[str, object]], int]:
+    """Records of whole lines from byte `start` on, and the byte behind them.
+
+    A file that is not there is empty; one that is shorter than `start` is read from its beginning.
+    """
+    if not path.exists():
+        return [], 0
+    with path.open("rb") as file:
+        start = start if start <= file.seek(0, os.SEEK_END) else 0
+        file.seek(start)
+        text = file.read()
+    whole = text[: text.rfind(b"\n") + 1]
+    return list(_records(path, whole.split(b"\n"))), start + len(whole)
+
+
+def _records(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError:
+            logger.warning("%s: line %d is half written and left out", path, number)
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield record
+        else:
+            logger.warning("%s: line %d has no step and is left out", path, number)
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
@@ -108,35 +126,8 @@ def read_run_record(run_dir: Path) -> dict[str, str]:
 
 
 def write_run_record(run_dir: Path, record: Mapping[str, str]) -> None:
-    """Replace run.json in one rename: a crash leaves the old or the new one, also the machine's."""
-    with whole_file(run_dir / RUN_FILE) as draft, draft.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(dict(record), indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    sync_directory(run_dir)
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """A draft to write, which takes the place of `path` in one rename where the block ends well.
-
-    Readers see the old file or the new one. After a failure the old one is left, and no draft.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
-        yield draft
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Flush the names in a directory to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Replace run.json: a crash leaves the old or the new one, also the machine's."""
+    replace_durably(run_dir / RUN_FILE, json.dumps(dict(record), indent=1) + "\n")
 
 
 def _finite(value: object) -> object:

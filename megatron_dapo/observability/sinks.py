@@ -6,8 +6,8 @@ is named once in the log and counted; training goes on.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from megatron_dapo.config import RunConfig
-from megatron_dapo.config.redact import redact
 from megatron_dapo.observability.console import ConsoleSink
 from megatron_dapo.observability.evaluation_files import Sets, evaluation_file, write_samples
 from megatron_dapo.observability.evaluation_files import write_report as write_evaluation_report
@@ -25,14 +24,12 @@ from megatron_dapo.observability.run_files import (
     SAMPLES_FILE,
     append_line,
     read_metrics,
-    read_run_record,
-    write_run_record,
 )
 from megatron_dapo.observability.samples import sample_row, spread
+from megatron_dapo.observability.wandb_sink import WandbSink
 from megatron_dapo.types import Group
 
 if TYPE_CHECKING:
-    import wandb
     from torch.utils.tensorboard import SummaryWriter
 
 logger = logging.getLogger(__name__)
@@ -54,8 +51,8 @@ class Sink(Protocol):
     def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
         """Record sampled responses, one flat row each."""
 
-    def close(self) -> None:
-        """Flush and let go."""
+    def close(self, *, complete: bool) -> None:
+        """Flush and let go. `complete`: all steps are done, the run does not go on later."""
 
 
 class Sinks:
@@ -120,11 +117,11 @@ class Sinks:
         if samples:
             self._guard("evaluation", lambda: write_samples(path(".jsonl"), step, sets))
 
-    def close(self) -> None:
+    def close(self, *, complete: bool = False) -> None:
         """Flush everything; closing again does nothing."""
         while self._sinks:
             sink = self._sinks.pop()
-            self._guard(sink.name, sink.close)
+            self._guard(sink.name, partial(sink.close, complete=complete))
         if self.failures:
             lost = ", ".join(f"{name} {count}" for name, count in self.failures.items())
             logger.warning("writes that failed: %s", lost)
@@ -132,7 +129,7 @@ class Sinks:
 
     def finish(self) -> None:
         """`close`, then draw the report: the end of a run that went well."""
-        self.close()
+        self.close(complete=True)
         self._guard("report", lambda: write_report(self._run_dir))
 
     def _find_last_step(self) -> None:
@@ -171,7 +168,7 @@ class JsonLinesSink:
         self._waiting.extend((self._samples, row) for row in rows)
         self._write()
 
-    def close(self) -> None:
+    def close(self, *, complete: bool) -> None:
         self._write()
 
     def _write(self) -> None:
@@ -181,7 +178,11 @@ class JsonLinesSink:
 
 
 class TensorBoardSink:
-    """Event files. After a resume the abandoned steps are purged."""
+    """Event files. After a resume the abandoned steps are purged.
+
+    A writer never recovers from a full disk, and what it wrote half ends what can be read of its
+    file: steps that it could not write go into the file of another one, with the next step.
+    """
 
     name = "tensorboard"
 
@@ -191,81 +192,34 @@ class TensorBoardSink:
         self._folder = folder
         self._writer_type = SummaryWriter
         self._writer: SummaryWriter | None = None
+        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MOST_WAITING)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is None:
-            self._writer = self._writer_type(str(self._folder), purge_step=step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        self._waiting.append((step, metrics))
+        self._write()
 
     def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
         """Samples are in samples.jsonl."""
 
-    def close(self) -> None:
+    def close(self, *, complete: bool) -> None:
+        if self._waiting:
+            self._write()
         if self._writer is not None:
             self._writer.close()
 
-
-class WandbSink:
-    """A W&B run that keeps its id in run.json, so that a resumed run goes on in the same one.
-
-    Steps are a metric of their own: W&B refuses steps that go back, a resumed run needs them.
-    """
-
-    name = "wandb"
-
-    def __init__(self, run: wandb.Run) -> None:
-        self._run = run
-        run.define_metric("step")
-        run.define_metric("*", step_metric="step")
-
-    @classmethod
-    def open(cls, config: RunConfig) -> WandbSink:
-        """Start or continue the run. The key comes from the environment or netrc, never from us.
-
-        Raises:
-            ImportError: wandb is not installed.
-            OSError: W&B refuses; offline runs (WANDB_MODE=offline) need no key.
-        """
-        import wandb
-
-        record = read_run_record(config.run_dir)
-        run_id = record.get("wandb_id") or secrets.token_hex(4)
-        write_run_record(config.run_dir, {**record, "wandb_id": run_id})
+    def _write(self) -> None:
         try:
-            run = wandb.init(
-                project=config.logging.wandb_project,
-                name=config.run_dir.name,
-                id=run_id,
-                resume="allow",
-                dir=config.run_dir,
-                config=redact(config.model_dump(mode="json")),
-                settings=wandb.Settings(silent=True, console="off", login_timeout=30),
-            )
-        except wandb.Error as error:
-            raise OSError(f"W&B did not start: {error}") from error
-        return cls(run)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._send({"step": step, **metrics})
-
-    def log_samples(self, step: int, rows: list[dict[str, object]]) -> None:
-        import wandb
-
-        columns = list(rows[0])
-        table = wandb.Table(columns=columns, data=[[str(row[c]) for c in columns] for row in rows])
-        self._send({"step": step, "samples": table})
-
-    def close(self) -> None:
-        self._run.finish()
-        if self._run.offline:
-            logger.info("W&B ran offline; send it with: wandb sync %s", self._run.settings.sync_dir)
-
-    def _send(self, values: Mapping[str, object]) -> None:
-        import wandb
-
-        try:
-            self._run.log(dict(values))
-        except wandb.Error as error:
-            raise OSError(f"W&B lost a record: {error}") from error
+            if self._writer is None:
+                first = self._waiting[0][0]
+                self._writer = self._writer_type(str(self._folder), purge_step=first)
+            for step, metrics in self._waiting:
+                for name, value in metrics.items():
+                    self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+        except OSError:
+            broken, self._writer = self._writer, None
+            if broken is not None:
+                with contextlib.suppress(OSError):
+                    broken.close()
+            raise
+        self._waiting.clear()

@@ -17,6 +17,7 @@ from megatron_dapo.config.machine_checks import (
     meant_for_another_machine,
     weight_problems,
 )
+from megatron_dapo.config.versions import is_installed
 from tests.unit.config.runs import DENSE, NO_TENSORS, make_config, write_run
 
 
@@ -98,3 +99,15 @@ def test_a_model_path_that_names_a_file_says_so(tmp_path: Path) -> None:
     weights = tmp_path / "model" / "model.safetensors"
     with pytest.raises(ConfigError, match=r"model\.safetensors is a file; must be a Hugging Face"):
         check_run(load_config(file, ["device=cpu", f"model.path={weights}"]))
+
+
+def test_a_folder_that_is_called_like_a_package_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "not_a_package").mkdir()
+    (tmp_path / "a_package").mkdir()
+    (tmp_path / "a_package" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert is_installed("a_package")
+    assert not is_installed("not_a_package")
+    assert not is_installed("nothing_at_all")

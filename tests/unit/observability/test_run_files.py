@@ -1,7 +1,6 @@
 import json
 import logging
 import math
-import os
 from pathlib import Path
 
 import pytest
@@ -9,9 +8,9 @@ import pytest
 from megatron_dapo.observability.run_files import (
     append_line,
     read_metrics,
+    read_new_lines,
     read_run_record,
     read_samples,
-    whole_file,
     write_run_record,
 )
 from tests.unit.handed import Case, handed_cases
@@ -85,21 +84,6 @@ def test_a_disk_without_room_is_an_error_of_the_system() -> None:
         append_line(Path("/dev/full"), {"step": 1})
 
 
-def test_a_file_is_replaced_whole_or_left_as_it_was(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
-    path.write_text("old")
-    with pytest.raises(RuntimeError, match="half-way"), whole_file(path) as draft:
-        draft.write_text("ne")
-        raise RuntimeError("half-way")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-    with whole_file(path) as draft:
-        draft.write_text("new")
-        assert path.read_text() == "old"
-    assert path.read_text() == "new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_the_run_record_comes_back_and_is_replaced_whole(tmp_path: Path) -> None:
     assert read_run_record(tmp_path) == {}
     write_run_record(tmp_path, {"wandb_id": "one"})
@@ -131,22 +115,19 @@ def test_a_damaged_run_record_counts_as_empty(
     assert read_run_record(tmp_path) == {"wandb_id": "abc"}
 
 
-def test_the_run_record_is_on_the_disk_before_it_takes_the_old_ones_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events: list[str] = []
-    flush, replace = os.fsync, Path.replace
-
-    def flushed(descriptor: int) -> None:
-        events.append("flush " + Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        flush(descriptor)
-
-    def replaced(path: Path, target: Path) -> Path:
-        events.append("rename")
-        return replace(path, target)
-
-    monkeypatch.setattr(os, "fsync", flushed)
-    monkeypatch.setattr(Path, "replace", replaced)
-    write_run_record(tmp_path, {"wandb_id": "abc"})
-    draft = f".run.json.{os.getpid()}.draft"
-    assert events == [f"flush {draft}", "rename", f"flush {tmp_path.name}"]
+def test_new_lines_are_read_from_where_the_last_reader_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_new_lines(path, 5) == ([], 0)
+    append_line(path, {"step": 1, "a": 0.5})
+    found, place = read_new_lines(path, 0)
+    assert found == [{"step": 1, "a": 0.5}]
+    with path.open("a") as file:
+        file.write('{"step": 2, "a"')
+    assert read_new_lines(path, place) == ([], place)
+    append_line(path, {"step": 2, "a": 1.0})  # what was torn stays a line of its own
+    found, place = read_new_lines(path, place)
+    assert found == [{"step": 2, "a": 1.0}]
+    assert place == path.stat().st_size
+    assert read_new_lines(path, place) == ([], place)
+    path.write_text('{"step": 9}\n')  # another file under that name
+    assert read_new_lines(path, place) == ([{"step": 9}], 12)

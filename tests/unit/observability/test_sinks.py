@@ -1,16 +1,18 @@
-import json
 import logging
+import os
+import resource
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from megatron_dapo.config import RunConfig
-from megatron_dapo.observability.run_files import read_metrics, read_run_record, read_samples
+from megatron_dapo.observability.run_files import read_metrics, read_samples
 from megatron_dapo.observability.samples import sample_row, spread
-from megatron_dapo.observability.sinks import JsonLinesSink, Sinks
+from megatron_dapo.observability.sinks import JsonLinesSink, Sinks, TensorBoardSink
 from megatron_dapo.types import Group, Prompt, Response, Reward
 
 
@@ -183,6 +185,58 @@ def test_tensorboard_gets_every_metric_and_a_resume_purges_what_it_repeats(tmp_p
     assert points == [(1, 1.0), (2, 2.0), (3, 2.0)]
 
 
+@contextmanager
+def no_file_grows_beyond(size: int) -> Iterator[None]:
+    """A disk that is full, for this process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def tensorboard_points(folder: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return [(point.step, point.value) for point in events.Scalars(name)]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_has_every_step_once_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    sink = TensorBoardSink(tmp_path)
+    sink.log(1, {"actor/lr": 1.0})
+    with no_file_grows_beyond(170):
+        for step in (2, 3):
+            with pytest.raises(OSError, match="File too large"):
+                sink.log(step, {"actor/lr": float(step), "reward/mean": 0.5})
+    sink.log(4, {"actor/lr": 4.0})
+    sink.close(complete=True)
+    assert tensorboard_points(tmp_path, "actor/lr") == [(n, float(n)) for n in (1, 2, 3, 4)]
+    assert tensorboard_points(tmp_path, "reward/mean") == [(2, 0.5), (3, 0.5)]
+
+
+def test_tensorboard_reads_what_was_written_before_a_run_was_killed(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    child = os.fork()
+    if child == 0:
+        sink = TensorBoardSink(tmp_path)
+        for step in (1, 2, 3):
+            sink.log(step, {"actor/lr": float(step)})
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (torn,) = tmp_path.iterdir()
+    os.truncate(torn, torn.stat().st_size - 5)
+    torn.rename(tmp_path / "events.out.tfevents.0000000001")  # names of one second sort by process
+    resumed = TensorBoardSink(tmp_path)
+    resumed.log(3, {"actor/lr": 30.0})
+    resumed.close(complete=True)
+    assert tensorboard_points(tmp_path, "actor/lr") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
 def test_a_missing_tracker_is_said_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,106 +246,6 @@ def test_a_missing_tracker_is_said_and_the_run_goes_on(
         sinks.log(1, {"loss": 1.0})
     assert [record.message for record in caplog.records if "wandb" in record.message]
     assert read_metrics(tmp_path / "metrics.jsonl") == {1: {"loss": 1.0}}
-
-
-class FakeWandb(ModuleType):
-    """What the sink uses of wandb; the real package needs no network either, but is optional."""
-
-    class Error(Exception):
-        pass
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.started: list[dict[str, object]] = []
-        self.records: list[Mapping[str, object]] = []
-        self.refuses = False
-
-    def Settings(self, **settings: object) -> dict[str, object]:
-        return settings
-
-    def Table(self, columns: list[str], data: list[list[str]]) -> list[dict[str, str]]:
-        return [dict(zip(columns, row, strict=True)) for row in data]
-
-    def init(self, **options: object) -> SimpleNamespace:
-        if self.refuses:
-            raise FakeWandb.Error("no key")
-        self.started.append(options)
-        return SimpleNamespace(
-            define_metric=lambda name, step_metric=None: None,
-            log=self._log,
-            finish=lambda: None,
-            offline=True,
-            settings=SimpleNamespace(sync_dir="offline-run"),
-        )
-
-    def _log(self, values: Mapping[str, object]) -> None:
-        if self.refuses:
-            raise FakeWandb.Error("gone")
-        self.records.append(values)
-
-
-@pytest.fixture
-def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
-
-
-def test_wandb_goes_on_in_the_same_run_and_lets_steps_go_back(
-    tmp_path: Path, fake_wandb: FakeWandb
-) -> None:
-    for steps in ((1, 2), (2, 3)):
-        sinks = Sinks.open(run_config(tmp_path / "run", wandb=True))
-        for step in steps:
-            sinks.log(step, {"loss": 1.0})
-        sinks.close()
-    first, second = fake_wandb.started
-    assert first["id"] == second["id"] == read_run_record(tmp_path / "run")["wandb_id"]
-    assert (first["resume"], first["name"]) == ("allow", "run")
-    assert [record["step"] for record in fake_wandb.records] == [1, 2, 2, 3]
-
-
-def test_no_secret_reaches_wandb(tmp_path: Path, fake_wandb: FakeWandb) -> None:
-    Sinks.open(run_config(tmp_path, wandb=True)).close()
-    sent = json.dumps(fake_wandb.started[0]["config"])
-    assert "hunter2" not in sent
-    assert '"steps": 20' in sent
-
-
-def test_samples_reach_wandb_as_rows_of_text(tmp_path: Path, fake_wandb: FakeWandb) -> None:
-    sinks = Sinks.open(run_config(tmp_path, wandb=True, samples_per_step=1))
-    sinks.log_samples(5, [group("a")])
-    (record,) = fake_wandb.records
-    assert record["step"] == 5
-    (row,) = record["samples"]  # type: ignore[misc]
-    assert (row["response"], row["accuracy"]) == ("Answer: 0", "0.0")
-
-
-def test_wandb_that_refuses_to_start_or_to_log_is_survived(
-    tmp_path: Path, fake_wandb: FakeWandb, caplog: pytest.LogCaptureFixture
-) -> None:
-    fake_wandb.refuses = True
-    with caplog.at_level(logging.WARNING):
-        Sinks.open(run_config(tmp_path, wandb=True)).close()
-        assert "W&B did not start: no key" in caplog.text
-        fake_wandb.refuses = False
-        sinks = Sinks.open(run_config(tmp_path, wandb=True))
-        fake_wandb.refuses = True
-        sinks.log(1, {"loss": 1.0})
-    assert sinks.failures == {"wandb": 1}
-
-
-def test_an_offline_run_of_the_real_wandb_is_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    sinks = Sinks.open(run_config(tmp_path, wandb=True))
-    sinks.log(1, {"loss": 1.0})
-    sinks.log_samples(1, [group("a")])
-    assert not sinks.failures
-    sinks.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_no_step_is_lost_once_a_full_disk_has_room_again(tmp_path: Path) -> None:
