@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 LOCKED_FOR = {"python_version": "3.11", "extra": ""}
 IMAGE_PYTHON = {"python_version": "3.12", "extra": ""}
-LOCKED_EXTRAS = ("cpu", "math", "tensorboard", "report", "dev")
+LOCKED_EXTRAS = ("cpu", "math", "wandb", "tensorboard", "report", "dev")
 
 
 def setup_requirements() -> tuple[list[Requirement], dict[str, list[Requirement]]]:
