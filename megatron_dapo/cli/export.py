@@ -147,6 +147,10 @@ def find_checkpoint(path: Path, key: str = "CHECKPOINT") -> tuple[Path, Path]:
         )
     if not checkpoint.is_dir():
         raise ConfigError(f"{key}={path} does not exist; {_what_exists(folder)}")
+    if checkpoint not in [step_folder(folder, step) for step in list_steps(folder)]:
+        raise ConfigError(
+            f"{key}={path} is no complete checkpoint by its name; {_what_exists(folder)}"
+        )
     try:
         require_complete(checkpoint)
     except RuntimeError as error:

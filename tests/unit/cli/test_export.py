@@ -16,6 +16,7 @@ from megatron_dapo.checkpoint.header import HEADER_FILE
 from megatron_dapo.cli.export import export_config, export_main, find_checkpoint
 from megatron_dapo.cli.main import main
 from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.config.errors import EXIT_CONFIG
 from megatron_dapo.config.load import save_resolved
 from tests.unit.checkpoint.records import recorded
 from tests.unit.cli.exported_run import STEP, write_exported_run
@@ -71,6 +72,15 @@ def test_a_step_that_is_not_there_is_answered_with_those_that_are(run_dir: Path)
         find_checkpoint(run_dir / "checkpoints" / "step_00000030")
     assert find_checkpoint(run_dir) == (run_dir, kept[-1])
     assert find_checkpoint(kept[0]) == (run_dir, kept[0])
+
+
+@pytest.mark.parametrize("name", ["step_00000010.corrupt", ".step_00000010.tmp", "best"])
+def test_a_folder_of_another_name_is_no_checkpoint_to_use(run_dir: Path, name: str) -> None:
+    kept = write_checkpoint(run_dir, 20)
+    write_checkpoint(run_dir, 10).rename(kept.with_name(name))
+    with pytest.raises(ConfigError, match=r"no complete checkpoint by its name; .* steps 20$"):
+        find_checkpoint(kept.with_name(name))
+    assert main(["eval", str(kept.with_name(name))]) == EXIT_CONFIG
 
 
 def test_a_run_without_a_complete_step_says_so(run_dir: Path) -> None:
