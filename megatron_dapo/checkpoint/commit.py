@@ -24,12 +24,11 @@ from pathlib import Path
 from megatron_dapo.checkpoint.durable_files import (
     FileRecord,
     content_faults,
-    replace_durably,
     size_faults,
-    sync_directory,
     write_durably,
 )
 from megatron_dapo.config import ConfigError
+from megatron_dapo.config.whole_files import replace_durably, sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ POINTER_FILE = "latest"
 """Holds the name of the newest complete checkpoint, for people and scripts; nothing of ours reads
 it."""
 _STEP = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.(?:step_(\d{8,})\.(tmp|old|removed)|latest\.tmp)")
+_LEFTOVER = re.compile(r"\.(?:step_(\d{8,})\.(tmp|old|removed)|latest\.(?:tmp|\d+\.draft))")
 _CORRUPT = re.compile(r"step_\d{8,}\.corrupt(?:\.\d+)?")
 
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypedDict
 
-from megatron_dapo.observability.run_files import sync_directory
-
 READ_AGAIN_SECONDS = 2.0
 
 
@@ -88,14 +86,6 @@ def write_durably(path: Path, data: bytes) -> FileRecord:
     with DurableFile(path) as file:
         file.write(data)
         return file.finish()
-
-
-def replace_durably(path: Path, text: str) -> None:
-    """Replace a file in one step: readers see the old text or the new, also after a crash."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    write_durably(unfinished, text.encode())
-    unfinished.rename(path)
-    sync_directory(path.parent)
 
 
 def list_files(directory: Path) -> list[str]:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dapo.checkpoint.durable_files import list_files, sync_directory
+from megatron_dapo.checkpoint.durable_files import list_files
 from megatron_dapo.checkpoint.folder_check import check_in_fresh_process
 from megatron_dapo.checkpoint.safetensors_shards import tensor_records, write_shards
+from megatron_dapo.config.whole_files import sync_directory
 
 MODEL_FILES = ("generation_config.json", "*.py")
 TOKENIZER_FILES = (

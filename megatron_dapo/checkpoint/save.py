@@ -21,7 +21,6 @@ from megatron_dapo.checkpoint.commit import commit, unfinished_folder
 from megatron_dapo.checkpoint.durable_files import (
     FileRecord,
     content_faults,
-    sync_directory,
     write_durably,
 )
 from megatron_dapo.checkpoint.retention import remove_old
@@ -34,6 +33,7 @@ from megatron_dapo.checkpoint.tensors import (
 )
 from megatron_dapo.config.checkpoint import CheckpointConfig
 from megatron_dapo.config.errors import RunFailed
+from megatron_dapo.config.whole_files import sync_directory
 
 logger = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")

@@ -29,6 +29,7 @@ from megatron_dapo.config.keys import (
 from megatron_dapo.config.redact import Plain, redact, redact_text
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.config.versions import installed_versions
+from megatron_dapo.config.whole_files import replace_durably
 from megatron_dapo.config.wrong_target import RESOLVED_FILE, YAML_NAMES, instead, what_is
 
 VERSIONS_FILE = "versions.json"
@@ -64,19 +65,9 @@ def save_resolved(config: RunConfig, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     resolved = folder / RESOLVED_FILE
     versions = json.dumps(installed_versions(), indent=2) + "\n"
-    _replace(resolved, resolved_yaml(config))
-    _replace(folder / VERSIONS_FILE, versions)
+    replace_durably(resolved, resolved_yaml(config))
+    replace_durably(folder / VERSIONS_FILE, versions)
     return resolved
-
-
-def _replace(path: Path, text: str) -> None:
-    """In one rename: a kill or a full disk leaves the old file."""
-    draft = path.with_name(f".{path.name}.new")
-    try:
-        draft.write_text(text)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
 
 
 def resolved_yaml(config: RunConfig) -> str:

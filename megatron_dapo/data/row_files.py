@@ -9,9 +9,9 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 
+from megatron_dapo.config.whole_files import whole_file
 from megatron_dapo.data.rows import Row
 from megatron_dapo.data.selection import PromptReport
-from megatron_dapo.observability.run_files import whole_file
 
 Json = dict[str, object]
 SUFFIXES = (".parquet", ".jsonl")

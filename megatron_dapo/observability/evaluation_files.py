@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-from megatron_dapo.observability.run_files import whole_file
+from megatron_dapo.config.whole_files import whole_file
 from megatron_dapo.observability.samples import sample_row
 from megatron_dapo.types import Group
 

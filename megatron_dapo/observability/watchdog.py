@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_dapo.observability.run_files import whole_file
+from megatron_dapo.config.whole_files import whole_file
 
 logger = logging.getLogger(__name__)
 

@@ -30,12 +30,12 @@ from megatron_dapo.checkpoint.commit import (
     unfinished_folder,
     verify_files,
 )
-from megatron_dapo.checkpoint.durable_files import replace_durably
 from megatron_dapo.checkpoint.find import find_checkpoint
 from megatron_dapo.checkpoint.header import read_states, state_files
 from megatron_dapo.checkpoint.retention import remove_old
 from megatron_dapo.config import ConfigError
 from megatron_dapo.config.checkpoint import CheckpointConfig
+from megatron_dapo.config.whole_files import replace_durably
 from tests.unit.checkpoint.records import recorded
 from tests.unit.conftest import Alone
 from tests.unit.handed import Case, handed_cases
@@ -380,3 +380,11 @@ def test_a_format_with_a_flipped_bit_is_damage(tmp_path: Path, digit: str) -> No
     path = step_folder(tmp_path, 2) / MANIFEST_FILE
     path.write_text(path.read_text().replace('"format": 1', f'"format": {digit}'))
     assert find_faults(step_folder(tmp_path, 2)) == ["manifest.json differs from its own digest"]
+
+
+def test_a_pointer_that_was_being_replaced_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+    for name in (".latest.tmp", ".latest.4711.draft"):
+        (tmp_path / name).write_text("step_0000")
+    clear_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000007"]

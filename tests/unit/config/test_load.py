@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -168,11 +169,10 @@ def test_a_full_disk_leaves_the_configuration_that_was_saved_before(
     saved = save_resolved(config, tmp_path)
     text = saved.read_text()
 
-    def full(path: Path, content: str) -> int:
-        path.touch()
-        raise OSError(28, "No space left on device", str(path))
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         save_resolved(config, tmp_path)
     monkeypatch.undo()
