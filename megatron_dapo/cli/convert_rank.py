@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_dapo.checkpoint.commit import CHECKPOINTS
     from megatron_dapo.checkpoint.state import save_checkpoint
     from megatron_dapo.config import load_config
+    from megatron_dapo.config.errors import EXIT_FAILED, RunFailed
     from megatron_dapo.parallel.launch_env import read_launch_env
     from megatron_dapo.policy.model import build_chunks
     from megatron_dapo.resharding.load import load_hf_weights
@@ -38,16 +39,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parallel = join_ranks(config, environment)
     chunks = build_chunks(config, hf_config, parallel)
     load_hf_weights(chunks, hf_config, source, parallel)
-    save_checkpoint(
-        options.out / CHECKPOINTS,
-        0,
-        chunks=chunks,
-        optimizer=None,
-        state={},
-        parallel=parallel,
-        keep=1,
-    )
-    parallel.destroy()
+    try:
+        save_checkpoint(
+            options.out / CHECKPOINTS,
+            0,
+            chunks=chunks,
+            optimizer=None,
+            state={},
+            parallel=parallel,
+            keep=1,
+        )
+    except RunFailed as error:
+        sys.stderr.write(f"{options.out} is not written: {error}\n")
+        return EXIT_FAILED
+    finally:
+        parallel.destroy()
     return 0
 
 

@@ -6,15 +6,19 @@ Exit codes: 0 done, 75 pre-empted and saved (start it again), 78 bad configurati
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dapo.config import ConfigError, check_run, load_config
-from megatron_dapo.config.errors import EXIT_CONFIG
+from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_FAILED, RunFailed
 from megatron_dapo.config.run_dir_checks import run_dir_problems
 from megatron_dapo.config.wrong_target import instead, what_is
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""A disk that takes nothing: no fault of the program."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,6 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         sys.stderr.write(f"configuration: {error.filename}: permission denied. Make it readable\n")
         return EXIT_CONFIG
+    except RunFailed as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        sys.stderr.write(f"{error}. Make room, or name another place, and start again\n")
+        return EXIT_FAILED
     except KeyboardInterrupt:  # before any rank runs; from then on the launcher listens
         return 128 + signal.SIGINT
     return code

@@ -6,12 +6,18 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from megatron_dapo.cli import convert
+from megatron_dapo import session
+from megatron_dapo.checkpoint import state
+from megatron_dapo.checkpoint.save import CheckpointError
+from megatron_dapo.cli import convert, convert_rank
 from megatron_dapo.cli.convert import convert_main
 from megatron_dapo.config import ConfigError, load_config
+from megatron_dapo.policy import model as policy_model
+from megatron_dapo.resharding import load
 from tests.unit.config.runs import DENSE, write_run
 
 
@@ -124,3 +130,21 @@ def test_the_folder_may_not_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "model").write_text(json.dumps(DENSE))
     with pytest.raises(ConfigError, match=r"model is a file; must be a Hugging Face model folder"):
         convert_main(options(tmp_path))
+
+
+def test_a_rank_without_room_says_so_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise CheckpointError("rank 0: No space left on device")
+
+    parallel = SimpleNamespace(left=0)
+    parallel.destroy = lambda: setattr(parallel, "left", parallel.left + 1)
+    monkeypatch.setattr(session, "join_ranks", lambda *_: parallel)
+    monkeypatch.setattr(policy_model, "build_chunks", lambda *_: [])
+    monkeypatch.setattr(load, "load_hf_weights", lambda *_: None)
+    monkeypatch.setattr(state, "save_checkpoint", full)
+    out = tmp_path / "out"
+    assert convert_rank.main(["--config", str(write_run(tmp_path)), "--out", str(out)]) == 1
+    assert capsys.readouterr().err == f"{out} is not written: rank 0: No space left on device\n"
+    assert parallel.left == 1

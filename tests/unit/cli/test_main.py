@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dapo.cli.main import build_parser, main, parse
+from megatron_dapo.config.errors import RunFailed
+from megatron_dapo.data import prepare
 from tests.conftest import REPOSITORY
 from tests.unit.config.runs import DENSE, write_run
 
@@ -275,3 +277,41 @@ def test_a_command_without_overrides_refuses_them(capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         parse(build_parser(), ["doctor", "a.b=1"])
     assert "a.b=1" in capsys.readouterr().err
+
+
+FAILURES = [
+    (RunFailed("no checkpoint can be trusted"), "no checkpoint can be trusted\n"),
+    (OSError(28, "No space left on device", "out"), "No space left on device: 'out'. Make room, "),
+    (OSError(30, "Read-only file system", "out"), "Read-only file system: 'out'. Make room, "),
+]
+
+
+@pytest.mark.parametrize(("failure", "told"), FAILURES, ids=str)
+def test_what_a_sound_program_meets_is_one_message_of_any_command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    failure: Exception,
+    told: str,
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    monkeypatch.setattr(prepare, "write_rows", fail)
+    command = ["data", "prepare", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "o.jsonl")]
+    assert main(command) == 1
+    answer = capsys.readouterr().err
+    assert told in answer and "Traceback" not in answer
+
+
+def test_other_errors_of_the_system_keep_their_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "ours")
+
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    monkeypatch.setattr(prepare, "write_rows", fail)
+    with pytest.raises(FileNotFoundError):
+        main(["data", "prepare", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "o.jsonl")])
