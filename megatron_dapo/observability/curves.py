@@ -159,7 +159,9 @@ def _seconds(axes: Axes, metrics: Metrics) -> None:
 
 
 def _phase_seconds(values: Mapping[str, float], phase: str) -> float:
-    """Seconds of a phase; "rest" holds the phases without a colour of their own."""
+    """Seconds of a phase; "rest" holds the phases without a colour of their own. What is not known
+    is not drawn."""
+    values = {name: 0.0 if math.isnan(value) else value for name, value in values.items()}
     if phase != REST:
         return values.get(f"timing_s/{phase}", 0.0)
     inside_others_or_outside = ("reward", "step", "testing")

@@ -91,10 +91,10 @@ def write_page(run_dir: Path, metrics: Metrics, *, title: str, curve: Path, out:
         curve=base64.b64encode(curve.read_bytes()).decode(),
         samples=_chosen_samples(run_dir / SAMPLES_FILE),
         table=_table(metrics),
-        config=config.read_text(encoding="utf-8") if config.is_file() else "",
+        config=config.read_text(encoding="utf-8", errors="replace") if config.is_file() else "",
         config_file=CONFIG_FILE,
     )
-    out.write_text(page, encoding="utf-8")
+    out.write_text(page, encoding="utf-8", errors="replace")
     return out
 
 

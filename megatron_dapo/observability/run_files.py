@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 RUN_FILE = "run.json"
+LAST_STEP, LARGEST_NUMBER = 10**12, 1e100
+"""What lies beyond, a damaged file says."""
 
 
 def append_line(path: Path, record: Mapping[str, object]) -> None:
@@ -67,17 +69,17 @@ def _records(path: Path, lines: Iterable[bytes]) -> Iterator[dict[str, object]]:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             logger.warning("%s: line %d is half written and left out", path, number)
             continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if isinstance(record, dict) and _is_step(record.get("step")):
             yield record
         else:
             logger.warning("%s: line %d has no step and is left out", path, number)
 
 
 def read_metrics(path: Path) -> dict[int, dict[str, float]]:
-    """Metrics by step, steps rising; null reads as NaN.
+    """Metrics by step, steps rising; null reads as NaN, and so does what is no number of a run.
 
     A run that resumed from a checkpoint repeats the steps after it. The later line counts: it
     replaces the names it holds, and the steps after it that came before it in the file are gone.
@@ -86,8 +88,8 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
     for record in read_lines(path):
         step = record.pop("step")
         assert isinstance(step, int), f"{path}: step {step!r} is no whole number"
-        for later in [known for known in steps if known > step]:
-            del steps[later]
+        if steps and step < next(reversed(steps)):
+            steps = {known: values for known, values in steps.items() if known <= step}
         numbers = {name: _number(value) for name, value in record.items()}
         steps[step] = steps.get(step, {}) | numbers
     return steps
@@ -134,11 +136,13 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _is_step(value: object) -> bool:
+    return type(value) is int and 0 <= value <= LAST_STEP
+
+
 def _number(value: object) -> float:
-    if value is None:
-        return math.nan
-    assert isinstance(value, int | float), f"metric {value!r} is no number"
-    return float(value)
+    known = isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER
+    return float(value) if known else math.nan
 
 
 def _before(step: object, other: object) -> bool:
