@@ -141,8 +141,9 @@ def _is_step(value: object) -> bool:
 
 
 def _number(value: object) -> float:
-    known = isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER
-    return float(value) if known else math.nan
+    if not isinstance(value, int | float) or abs(value) > LARGEST_NUMBER:
+        return math.nan
+    return float(value)
 
 
 def _before(step: object, other: object) -> bool:
