@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,4 +126,5 @@ def _exported_step(folder: Path) -> int:
     """Step whose weights a run has exported into `folder`; 0 where it has exported none there."""
     if folder.name != HF_FOLDER or not (folder / "config.json").is_file():
         return 0
-    return int(read_run_record(folder.parent).get(EXPORTED, "0"))
+    step = read_run_record(folder.parent).get(EXPORTED, "")
+    return int(step) if re.fullmatch("[0-9]{1,12}", step) else 0

@@ -243,6 +243,14 @@ def test_an_older_export_is_not_taken_for_the_newest_step(run_dir: Path) -> None
     assert find_target(run_dir / "other", [], config_file=None, out=None).step == 0
 
 
+@pytest.mark.parametrize("told", ["", "ten", "-3", "2.5", "9" * 5000])
+def test_an_export_of_a_step_that_nobody_can_read_is_of_none(run_dir: Path, told: str) -> None:
+    export_to(run_dir / "hf", step=20)
+    write_run_record(run_dir, {EXPORTED: told})
+    assert find_target(run_dir / "hf", [], config_file=None, out=None).step == 0
+    assert find_target(run_dir, [], config_file=None, out=None).folder is None
+
+
 def test_a_step_is_evaluated_by_its_name(run_dir: Path) -> None:
     step = run_dir / "checkpoints" / "step_00000010"
     target = find_target(step, ["seed=3"], config_file=None, out=None)
