@@ -105,6 +105,19 @@ def log_records(data: bytes) -> Iterator[bytes]:
             yield record
 
 
+def send(arguments: str, port: int) -> None:
+    """Type `wandb ARGUMENTS`."""
+    environment = os.environ | {
+        "WANDB_MODE": "online",
+        "WANDB_API_KEY": KEY,
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_CACHE_DIR": tempfile.gettempdir(),
+        "WANDB_BASE_URL": f"http://127.0.0.1:{port}",
+    }
+    command = f"{sys.executable} -m wandb {arguments}"
+    subprocess.run(command, shell=True, env=environment, check=True, timeout=PATIENCE)
+
+
 def steps_of(rows: list[dict[str, object]], name: str) -> list[object]:
     return [row["step"] for row in rows if name in row]
 
@@ -128,7 +141,12 @@ def test_a_run_goes_on_in_the_same_one_each_step_once_and_rising(
     identity = read_run_record(run_dir)["wandb_id"]
     folders = [path.name for path in run_dir.glob("wandb/offline-run-*")]
     assert len(folders) == 2 and all(name.endswith(identity) for name in folders)
-    assert f"wandb sync {run_dir}/wandb/offline-run-*-{identity}" in capfd.readouterr().err
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"send it with: wandb sync {run_dir}/wandb/offline-run-*-{identity}")
+    with running_service("works") as service:
+        send(said.partition(": wandb ")[2], service.port)
+    assert steps_of(service.history, "reward/mean") == [1, 2, 3, 4, 5, 6]
+    assert service.runs == {identity}
 
 
 @real
@@ -172,30 +190,52 @@ def test_a_service_that_is_down_costs_nothing_and_the_run_is_on_disk(
 
 
 @real
+def test_a_service_gets_every_step_and_a_resumed_run_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    with running_service("works") as service:
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{service.port}")
+        for steps in (range(1, 4), range(3, 6)):
+            sinks = Sinks.open(run_config(tmp_path / "run", wandb=True))
+            log_steps(sinks, steps)
+            until(lambda last=steps[-1]: sent_step(tmp_path / "run") == last)
+            sinks.close()
+            assert not sinks.failures
+    assert steps_of(service.history, "reward/mean") == [1, 2, 3, 4, 5]
+    assert steps_of(service.history, "samples") == [1, 2, 3, 4, 5]
+    assert service.runs == {read_run_record(tmp_path / "run")["wandb_id"]}
+    said = capfd.readouterr().err
+    assert f"http://127.0.0.1:{service.port}/me/megatron_dapo/runs/" in said
+    assert "wandb sync" not in said and KEY not in said
+
+
+@real
 def test_a_service_that_falls_silent_in_a_run_gets_the_rest_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(wandb_sink, "UPLOAD_SECONDS", 1.0)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", KEY)
-    monkeypatch.setenv("WANDB_X_FILE_STREAM_TRANSMIT_INTERVAL", "0.5")
     run_dir = tmp_path / "run"
     with running_service("works") as service:
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{service.port}")
         sinks = Sinks.open(run_config(run_dir, wandb=True))
         log_steps(sinks, range(1, 4))
-        until(lambda: steps_of(service.history, "reward/mean") == [1, 2, 3])
         until(lambda: sent_step(run_dir) == 3)
         service.behaviour = "silent"
         log_steps(sinks, range(4, 9))
         sinks.close(complete=True)
-    assert not sinks.failures
-    assert any("Basic" in key for key in service.keys)
-    assert steps_of(recorded(run_dir), "reward/mean") == [*range(1, 9)]
-    (folder,) = run_dir.glob("wandb/run-*")
-    said = capfd.readouterr().err
-    assert said.count(f"wandb sync --include-online {folder}") == 1
-    assert said.count("samples.jsonl only") == 1
+        assert not sinks.failures
+        assert steps_of(recorded(run_dir), "reward/mean") == [*range(1, 9)]
+        (folder,) = run_dir.glob("wandb/run-*")
+        said = capfd.readouterr().err
+        assert said.count(f"wandb sync --include-online {folder}") == 1
+        assert said.count("samples.jsonl only") == 1
+        service.behaviour = "works"
+        send(f"sync --include-online {folder}", service.port)
+    assert steps_of(service.history, "reward/mean")[-8:] == [*range(1, 9)]
 
 
 @real

@@ -24,8 +24,8 @@ class Service:
     port: int = 0
     history: list[dict[str, object]] = field(default_factory=list)
     """Rows of the run, in the order in which they came."""
-    keys: set[str] = field(default_factory=set)
-    """Credentials that requests carried."""
+    runs: set[object] = field(default_factory=set)
+    """Identities of the runs that were begun or continued."""
     over: threading.Event = field(default_factory=threading.Event)
 
     def take(self, path: str, body: bytes) -> dict[str, object]:
@@ -40,6 +40,7 @@ class Service:
     def _data(self, request: dict[str, dict[str, object]]) -> dict[str, object]:
         query, variables = str(request["query"]), request.get("variables") or {}
         if "upsertBucket" in query:
+            self.runs.add(variables["name"])
             entity = {"id": "E", "name": "me"}
             project = {"id": "P", "name": variables["project"], "entity": entity}
             bucket = {"id": "B", "name": variables["name"], "config": "{}", "project": project}
@@ -72,7 +73,6 @@ def running_service(behaviour: Behaviour) -> Iterator[Service]:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
-            service.keys.add(self.headers.get("Authorization", ""))
             if service.behaviour == "silent":
                 service.over.wait()
                 return
