@@ -2,13 +2,14 @@
 
 A launch script (examples/qwen32b/run.sh) starts one for each of `rollout.engines`, as tasks of a
 job step; trainer rank 0 reaches it at its node's address. It serves as long as the token file is
-there, restarts its server `rollout.max_restarts` times, and ignores the signals that ask trainers
-to save: they need their engines until they have.
+there, restarts its server `rollout.max_restarts` times when it ends or hangs, and ignores the
+signals that ask trainers to save: they need their engines until they have.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
@@ -19,11 +20,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_dapo.config import ConfigError, RunConfig, load_config
-from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_DONE
+from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, RunFailed
 from megatron_dapo.config.machine_checks import decide_device
 from megatron_dapo.observability.logs import quiet_logs
+from megatron_dapo.rollout.engine_http import EngineHttp
+from megatron_dapo.rollout.event_loop import EventLoopThread
+from megatron_dapo.rollout.health import SERVER, Heartbeat
 from megatron_dapo.rollout.restarts import RestartBudget
 from megatron_dapo.rollout.server_options import Address, ServerOptions, server_options
+from megatron_dapo.rollout.token_guard import read_token
 from megatron_dapo.rollout.vllm_server import EngineStartError, VllmServer
 
 logger = logging.getLogger("megatron_dapo.rollout.serve")
@@ -47,10 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = decide_device(load_config(options.config, options.overrides))
         engine = engine_options(config, options.hosts, options.first_port, os.environ)
+        return serve(engine, config)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    return serve(engine, config.rollout.max_restarts)
+    except RunFailed as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
 
 
 def engine_options(
@@ -80,30 +88,78 @@ def engine_options(
     )
 
 
-def serve(options: ServerOptions, max_restarts: int) -> int:
-    """Keep a server of `options` up; returns 0 once the token file is gone."""
+def serve(options: ServerOptions, config: RunConfig) -> int:
+    """Keep a server of `options` up; returns 0 once the token file is gone.
+
+    Raises:
+        EngineStartError: it ended or hung more often than `rollout.max_restarts`.
+        ConfigError: the token file cannot be used.
+    """
     assert options.address is not None, "an engine of its own has an address"
-    server, budget = VllmServer(options), RestartBudget(max_restarts)
+    try:
+        token = read_token(options.address.token_file)
+    except FileNotFoundError:
+        return EXIT_DONE
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    most = config.rollout.max_restarts
+    server, budget = VllmServer(options), RestartBudget(most)
+    health = EventLoopThread("health of the engine")
     try:
         while True:
             server.start()
             started = time.monotonic()
-            while server.alive:
+            hangs = health.submit(_until_silent(server, token, config))
+            while server.alive and not hangs.done():
                 if not options.address.token_file.exists():
                     return EXIT_DONE
                 time.sleep(POLL_SECONDS)
+            reason = server.exit_reason() or hangs.result()
+            hangs.cancel()
+            tail = server.log_tail()
+            server.kill()
             if time.monotonic() - started >= REFILL_SECONDS:
-                budget = RestartBudget(max_restarts)
+                budget = RestartBudget(most)
             wait = budget.spend()
             if wait is None:
                 break
-            logger.error("%s ended:\n%s", server.name, server.log_tail())
+            logger.error("%s is lost (%s):\n%s", server.name, reason, tail)
             time.sleep(wait)
-            server.stop()
     finally:
+        health.close()
         server.stop()
-    message = f"{server.name} ended {max_restarts + 1} times"
-    raise EngineStartError(f"{message}. Last lines of {options.log_file}:\n{server.log_tail()}")
+    raise EngineStartError(
+        f"{server.name} was lost {most + 1} times, at last: {reason}. Last lines of "
+        f"{options.log_file}:\n{tail}"
+    )
+
+
+async def _until_silent(server: VllmServer, token: str, config: RunConfig) -> str:
+    """Returns once a server that was ready hangs: how it was noticed.
+
+    Trainers bring weights in without a word to this process, so what computes may always be silent
+    for as long as an update may take.
+    """
+    rollout = config.rollout
+    http = EngineHttp(
+        server.endpoint,
+        label=server.label,
+        timeout_seconds=rollout.heartbeat_timeout_seconds,
+        token=token,
+    )
+    heartbeat = Heartbeat(
+        http.status,
+        every_seconds=rollout.heartbeat_seconds,
+        timeout_seconds=rollout.heartbeat_timeout_seconds,
+        updating=lambda: True,
+        update_seconds=config.resharding.timeout_seconds,
+    )
+    try:
+        while await http.status(SERVER) != 200:  # it loads its model
+            await asyncio.sleep(rollout.heartbeat_seconds)
+        return await heartbeat.until_lost()
+    finally:
+        await http.close()
 
 
 if __name__ == "__main__":
