@@ -86,9 +86,10 @@ class ResponseStore:
         if file is None:
             return await generate(request)
         key = request_key(request)
-        stored = file.find(key)
-        if stored is not None:
-            return stored
+        if file.holds(key):  # thousands of them at once: engines must not seem silent meanwhile
+            stored = await asyncio.to_thread(file.find, key)
+            if stored is not None:
+                return stored
         result = await generate(request)
         versions = {version for _, version in result.version_spans}
         if file is self._file and versions == {file.version} and result.finish_reason != "abort":
@@ -173,6 +174,10 @@ class ResponseFile:
             raise
         if self._places:
             logger.info("%d responses of version %d are in %s", len(self._places), version, path)
+
+    def holds(self, key: str) -> bool:
+        """A response is stored for a request."""
+        return key in self._places
 
     def find(self, key: str) -> GenerationResult | None:
         """The response that was stored for a request; None without one.

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -355,3 +356,21 @@ def test_what_cannot_be_deleted_keeps_nothing_else(tmp_path: Path) -> None:
         "version_00000001.jsonl",
         "version_00000003.jsonl",
     ]
+
+
+def test_stored_responses_are_read_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample(tmp_path)
+    readers = []
+    read = response_store.read_result
+
+    def noted(line: bytes) -> GenerationResult:
+        readers.append(threading.current_thread())
+        return read(line)
+
+    monkeypatch.setattr(response_store, "read_result", noted)
+    _, engine = sample(tmp_path)
+    assert engine.requests == []
+    assert len(readers) == len(REQUESTS)
+    assert threading.current_thread() not in readers
