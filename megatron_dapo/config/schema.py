@@ -321,9 +321,10 @@ class LoggingConfig(Section):
     console: bool = True
     """One line a step."""
     tensorboard: bool = False
-    """Event files under run_dir."""
+    """Event files in run_dir/tensorboard."""
     wandb: bool = False
-    """Key from the environment or netrc; WANDB_MODE=offline works."""
+    """By a process of its own, which no step waits for. Key from the environment or netrc;
+    WANDB_MODE=offline works."""
     wandb_project: str = "megatron_dapo"
     """Project that the run appears in."""
     samples_per_step: NaturalInt = 4
