@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from pydantic import JsonValue
 
@@ -27,6 +28,9 @@ OF_THE_OPTIMIZER = "parallel.distributed_optimizer"
 """Its state is saved in one way or the other, whatever the layout."""
 OF_THE_EXPERTS = "parallel.expert"
 """1: one optimizer holds dense and expert weights; more: two. Neither is cut into the other."""
+OF_THE_MASTERS = "model.dtype"
+"""An optimizer that is not sharded keeps fp32 masters beside bfloat16 weights, and none beside
+float32 ones."""
 
 
 def run_identity(config: RunConfig, prompts: str) -> dict[str, JsonValue]:
@@ -67,8 +71,9 @@ def check_identity(checkpoint: Path, here: Mapping[str, JsonValue]) -> None:
         return
     problems = list(_mismatches(checkpoint, identity, here[IDENTITY]))
     changes = list(_changes(read_state(checkpoint, CONFIG), here[CONFIG]))
+    sharded = cast(Mapping[str, Any], here[CONFIG])["parallel"]["distributed_optimizer"]
     for key, before, now in changes:
-        problems += _of_the_optimizer(checkpoint, key, before, now)
+        problems += _of_the_optimizer(checkpoint, key, before, now, sharded=sharded)
     if problems:
         raise ConfigError(problems)
     for key, before, now in changes:
@@ -113,10 +118,10 @@ def _mismatches(checkpoint: Path, there: JsonValue, here: JsonValue) -> Iterator
 
 
 def _of_the_optimizer(
-    checkpoint: Path, key: str, before: JsonValue, now: JsonValue
+    checkpoint: Path, key: str, before: JsonValue, now: JsonValue, *, sharded: bool
 ) -> Iterator[str]:
     """Why the saved state of the optimizer cannot be gone on with, where `key` is the cause."""
-    if key == OF_THE_OPTIMIZER:
+    if key == OF_THE_OPTIMIZER or (key == OF_THE_MASTERS and not sharded):
         wanted, which = str(before), f"{key}={before}"
     elif key == OF_THE_EXPERTS and 1 in (before, now):
         wanted = "1" if before == 1 else "more than 1"

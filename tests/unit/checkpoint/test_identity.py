@@ -74,6 +74,24 @@ def test_another_kind_of_optimizer_is_refused(tmp_path: Path, config: RunConfig)
         check_identity(checkpoint, run_identity(other, "prompts"))
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_another_dtype_is_refused_where_the_optimizer_cannot_take_it(
+    tmp_path: Path, config: RunConfig, sharded: bool
+) -> None:
+    def in_dtype(dtype: str) -> RunConfig:
+        parallel = config.parallel.model_copy(update={"distributed_optimizer": sharded})
+        model = config.model.model_copy(update={"dtype": dtype})
+        return config.model_copy(update={"parallel": parallel, "model": model})
+
+    checkpoint = saved(tmp_path / "step", in_dtype("float32"))
+    now = run_identity(in_dtype("bfloat16"), "prompts")
+    if sharded:
+        check_identity(checkpoint, now)
+        return
+    with pytest.raises(ConfigError, match=r"^model\.dtype=bfloat16: .* was trained with float32, "):
+        check_identity(checkpoint, now)
+
+
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (4, 1)])
 def test_experts_in_another_number_of_optimizers_are_refused(
     tmp_path: Path, config: RunConfig, before: int, now: int
