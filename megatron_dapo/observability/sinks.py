@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -80,7 +81,7 @@ class Sinks:
         if config.logging.tensorboard:
             folder = config.run_dir / "tensorboard"
             sinks._guard("tensorboard", lambda: sinks._sinks.append(TensorBoardSink(folder)))
-        if config.logging.wandb:
+        if config.logging.wandb and os.environ.get("WANDB_MODE") != "disabled":
             sinks._guard("wandb", lambda: sinks._sinks.append(WandbSink.open(config)))
         return sinks
 

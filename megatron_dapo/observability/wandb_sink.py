@@ -130,7 +130,8 @@ class WandbSink:
         """
         code = self._process.poll()
         if code is None:
-            pipe(self._process).write(b"+")  # a full pipe takes nothing, and has said enough
+            with contextlib.suppress(BrokenPipeError):  # it ends just now: the next look says so
+                pipe(self._process).write(b"+")  # a full pipe takes nothing, and has said enough
             return
         ended = f"W&B's process ended with code {code}; see {self._run_dir / LOG_FILE}"
         if self._starts == MOST_STARTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -38,16 +39,17 @@ def nothing_but_this_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """No key, no network, an empty home; afterwards no process and no file elsewhere is left."""
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
-    for name in ("home", "scratch"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "home").mkdir()
+    scratch = tempfile.TemporaryDirectory(prefix="w", dir="/tmp")  # short: sockets lie in there
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_TOKEN", CANARY)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
-    yield
-    until(lambda: not wandb_processes())
+    monkeypatch.setattr(tempfile, "tempdir", scratch.name)
+    with scratch:
+        yield
+        until(lambda: not wandb_processes())
+        assert [*Path(scratch.name).glob("megatron_dapo*")] == []
     assert [*(tmp_path / "home").rglob("*")] == []
-    assert [*(tmp_path / "scratch").glob("megatron_dapo*")] == []
 
 
 def wandb_processes() -> list[psutil.Process]:
@@ -321,7 +323,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
         "time.sleep(600)\n"
     )
     run_dir = tmp_path / "run"
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": tempfile.gettempdir()}
     trainer = subprocess.Popen([sys.executable, "-c", code, str(run_dir)], env=environment)
     until(lambda: (run_dir / "wandb" / "sent.json").exists())
     started = [psutil.Process(pid) for pid in descendants(trainer.pid)]
@@ -330,17 +332,35 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
     trainer.wait()
     gone, alive = psutil.wait_procs(started, PATIENCE)
     assert len(gone) == len(started) and not alive
+    (left,) = Path(tempfile.gettempdir()).glob("megatron_dapo*")
+    shutil.rmtree(left)  # as a trainer's own end would have
+
+
+def broken_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WandbSink:
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake" / "wandb.py").write_text("raise RuntimeError('broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    return WandbSink(tmp_path / "run", {"id": "abc"})
+
+
+def test_a_process_that_ends_while_it_is_told_something_is_missed_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = broken_wandb(tmp_path, monkeypatch)
+    sink._process.wait(PATIENCE)
+    with monkeypatch.context() as not_yet:
+        not_yet.setattr(sink._process, "poll", lambda: None)
+        sink.log(1, {})
+    with pytest.raises(OSError, match="was started again"):
+        sink.log(2, {})
+    sink.close(complete=False)
 
 
 def test_a_process_that_keeps_ending_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = tmp_path / "fake"
-    fake.mkdir()
-    (fake / "wandb.py").write_text("raise RuntimeError('broken')")
-    monkeypatch.setenv("PYTHONPATH", str(fake))
+    sink = broken_wandb(tmp_path, monkeypatch)
     monkeypatch.setattr(wandb_sink, "MOST_STARTS", 2)
-    sink = WandbSink(tmp_path / "run", {"id": "abc"})
     sink._process.wait(PATIENCE)
     with pytest.raises(
         OSError, match=r"ended with code 1; see .*wandb\.log\. It was started again"
@@ -396,3 +416,12 @@ def test_metrics_stay_in_their_file_where_wandb_cannot_be_started(
     sinks.log(1, {"loss": 1.0})
     assert sinks.failures == {"wandb": 1}
     assert read_metrics(tmp_path / "run" / "metrics.jsonl") == {1: {"loss": 1.0}}
+
+
+def test_wandb_that_the_user_has_disabled_is_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    sinks = Sinks.open(run_config(tmp_path / "run", wandb=True))
+    sinks.log(1, {"loss": 1.0})
+    assert wandb_processes() == [] and not sinks.failures
