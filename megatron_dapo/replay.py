@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
-from transformers import AutoConfig
 
 from megatron_dapo import device
 from megatron_dapo.config import load_config
+from megatron_dapo.config.pretrained import pretrained_config
 from megatron_dapo.config.wrong_target import RESOLVED_FILE
 from megatron_dapo.observability.logs import quiet_logs
 from megatron_dapo.parallel.launch_env import read_launch_env
@@ -29,9 +29,7 @@ def main(arguments: list[str]) -> int:
     device.select(config.device, local_rank=environment.local_rank)
     failed = read_failed_update(folder, environment.rank)
     parallel = join_ranks(config, environment)
-    hf_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
+    hf_config = pretrained_config(config.model)
     built = Policy if failed.model == Policy.name else Critic
     result, broken = replay(failed, built.build(config, hf_config, parallel))
     found: list[list[str]] = [[] for _ in range(parallel.world_size)]

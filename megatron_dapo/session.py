@@ -13,7 +13,7 @@ from typing import cast
 
 import torch.distributed as dist
 from pydantic import JsonValue
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from megatron_dapo import device
 from megatron_dapo.checkpoint.commit import CHECKPOINTS
@@ -27,6 +27,7 @@ from megatron_dapo.checkpoint.state import require_critic
 from megatron_dapo.config import ConfigError, RunConfig
 from megatron_dapo.config.endpoint_checks import missing_endpoints
 from megatron_dapo.config.load import save_resolved
+from megatron_dapo.config.pretrained import pretrained_config
 from megatron_dapo.observability.run_files import read_run_record
 from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.watchdog import Watchdog
@@ -136,9 +137,7 @@ def open_parts(run: RunStart) -> Iterator[Trainer]:
             those that the checkpoint was trained with.
     """
     config, parallel = run.config, run.parallel
-    hf_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
+    hf_config = pretrained_config(config.model)
     with ExitStack() as stack:
         rollouts, constants = _open_rollouts(run, stack)
         sinks = None

@@ -37,6 +37,7 @@ def convert_main(options: argparse.Namespace) -> int:
     out = options.out.absolute()
     _check_free(out)
     config = _convert_config(options.hf_folder.absolute(), out, options.overrides)
+    _check_shapes(config)
     _warn_of_rounding(config)
     unfinished = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -87,6 +88,17 @@ def _convert_config(source: Path, out: Path, overrides: Sequence[str]) -> RunCon
     if problems:
         raise ConfigError(problems)
     return config
+
+
+def _check_shapes(config: RunConfig) -> None:
+    """As the ranks will read them; for that transformers is imported.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    from megatron_dapo.config.pretrained import pretrained_config
+
+    pretrained_config(config.model)
 
 
 def _stored_dtype(hf_config: Mapping[str, object]) -> object:

@@ -19,13 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     quiet_logs()
 
-    from transformers import AutoConfig
-
     from megatron_dapo import device
     from megatron_dapo.checkpoint.commit import CHECKPOINTS
     from megatron_dapo.checkpoint.state import save_checkpoint
     from megatron_dapo.config import load_config
     from megatron_dapo.config.errors import EXIT_FAILED, RunFailed
+    from megatron_dapo.config.pretrained import pretrained_config
     from megatron_dapo.parallel.launch_env import read_launch_env
     from megatron_dapo.policy.model import build_chunks
     from megatron_dapo.resharding.load import load_hf_weights
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     environment = read_launch_env(os.environ)
     device.select(config.device, local_rank=environment.local_rank)
     source = config.model.path
-    hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    hf_config = pretrained_config(config.model)
     parallel = join_ranks(config, environment)
     chunks = build_chunks(config, hf_config, parallel)
     load_hf_weights(chunks, hf_config, source, parallel)

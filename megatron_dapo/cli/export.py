@@ -91,15 +91,15 @@ def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
     """
     # Imported here: the other answers of this command need neither torch nor transformers.
     import torch
-    from transformers import AutoConfig
 
     from megatron_dapo.checkpoint.export import check_paths, write_hf_folder
     from megatron_dapo.checkpoint.pickled_parts import METADATA_FILE, refuse_code
+    from megatron_dapo.config.pretrained import pretrained_config
     from megatron_dapo.resharding.saved_weights import saved_weights
 
     source = config.model.path
     check_paths(source, out)
-    hf_config = AutoConfig.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    hf_config = pretrained_config(config.model)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.dtype]
     headers = {HEADER_FILE} & read_manifest(checkpoint).keys()
     _verify(checkpoint, [*headers, f"{TENSORS}/{METADATA_FILE}"])

@@ -59,15 +59,12 @@ def plan_of_run(config: RunConfig, shape: ModelShape) -> ReshardPlan:
     """The plan that trainer and engines of a run will follow.
 
     Raises:
-        ConfigError: the model cannot be cut over one of the layouts.
+        ConfigError: the model cannot be read, or cut over one of the layouts.
     """
-    from transformers import AutoConfig
-
+    from megatron_dapo.config.pretrained import pretrained_config
     from megatron_dapo.resharding.name_map import family_for
 
-    hf_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code
-    )
+    hf_config = pretrained_config(config.model)
     padded = padded_vocab(shape.vocab, config.parallel.tensor)
     try:
         return build_plan(
