@@ -179,3 +179,11 @@ def test_a_critic_that_was_never_saved_is_refused_before_engines_start(
     with pytest.raises(ConfigError, match=r"^advantage\.estimator=gae: .* holds no critic"):
         opened(tmp_path, alone, "advantage.estimator=gae", states={"rollout": {}})
     assert started == []
+
+
+def test_experts_in_another_number_of_optimizers_are_refused_before_engines_start(
+    tmp_path: Path, alone: Alone, started: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"^parallel\.expert=2: .* was trained with 1, .*Resume"):
+        opened(tmp_path, alone, "parallel.expert=2", states={"rollout": {}})
+    assert started == []
