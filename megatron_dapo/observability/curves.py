@@ -86,8 +86,8 @@ def draw_curves(metrics: Metrics, heldout: Mapping[str, str], *, title: str, out
 
 
 def _literal(text: str) -> str:
-    """`text` with its dollar signs kept from starting a formula."""
-    return text.replace("$", r"\$")
+    """`text` in letters that can be drawn, its dollar signs kept from starting a formula."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")
 
 
 def series(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:

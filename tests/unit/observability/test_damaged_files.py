@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,11 @@ def test_text_in_any_code_reaches_the_page(tmp_path: Path) -> None:
     (tmp_path / "config.resolved.yaml").write_bytes(b"seed: 4 # \xe9\n")
     assert "half ?" in (page := write_report(tmp_path).read_text())
     assert "seed: 4" in page
+
+
+def test_a_directory_of_a_name_in_no_code_has_a_report(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    folder = tmp_path / os.fsdecode(b"run \xff")
+    folder.mkdir()
+    write(folder, GOOD | {"val-core/half \ud800/acc/mean@1": 0.5})
+    assert write_report(folder).is_file()
