@@ -321,8 +321,8 @@ def process_that_dies(
 
 def test_a_worker_that_dies_is_named_and_its_successor_gets_everything(tmp_path: Path) -> None:
     with process_that_dies(_worker_that_dies, 0, tmp_path):
-        trainers = [sender(tmp_path, rank, timeout=2 * SHORT) for rank in range(TRAINERS)]
-        engine = workers("gloo", tmp_path, timeout=2 * SHORT)
+        trainers = [sender(tmp_path, rank, timeout=SHORT) for rank in range(TRAINERS)]
+        engine = workers("gloo", tmp_path, timeout=SHORT)
         payload = new_payload(1, engines=1)
         errors = in_parallel(
             *(lambda r=rank: trainers[r].send(1, outbox(r, 1), (0,)) for rank in range(TRAINERS)),
