@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron_dapo.checkpoint.commit import CHECKPOINTS
     from megatron_dapo.checkpoint.state import save_checkpoint
     from megatron_dapo.config import load_config
-    from megatron_dapo.config.errors import EXIT_FAILED, RunFailed
+    from megatron_dapo.config.errors import EXIT_CONFIG, EXIT_FAILED, RunFailed
     from megatron_dapo.config.pretrained import pretrained_config
     from megatron_dapo.parallel.launch_env import read_launch_env
     from megatron_dapo.policy.model import build_chunks
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     hf_config = pretrained_config(config.model)
     parallel = join_ranks(config, environment)
     chunks = build_chunks(config, hf_config, parallel)
-    load_hf_weights(chunks, hf_config, source, parallel)
     try:
+        load_hf_weights(chunks, hf_config, source, parallel)
         save_checkpoint(
             options.out / CHECKPOINTS,
             0,
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             parallel=parallel,
             keep=1,
         )
+    except ValueError as error:
+        sys.stderr.write(f"configuration: {source}: {error}\n")
+        return EXIT_CONFIG
     except RunFailed as error:
         sys.stderr.write(f"{options.out} is not written: {error}\n")
         return EXIT_FAILED

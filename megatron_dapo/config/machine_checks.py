@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from megatron_dapo.config.model_shape import read_hf_config
 from megatron_dapo.config.run_dir_checks import run_dir_problems
 from megatron_dapo.config.schema import RunConfig
 from megatron_dapo.config.versions import is_installed, package_version
-from megatron_dapo.config.weight_files import INDEX_FILE, read_header
+from megatron_dapo.config.weight_files import INDEX_FILE, read_header, read_index
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
@@ -81,7 +80,11 @@ def weight_problems(folder: Path) -> Iterator[str]:
     """Safetensors of a Hugging Face folder: there, complete by their index, each file whole."""
     index = folder / INDEX_FILE
     if index.is_file():
-        named = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            named = set(read_index(index).values())
+        except ValueError as error:
+            yield f"model.path={folder}: {error}."
+            return
         absent = sorted(name for name in named if not (folder / name).is_file())
         if absent:
             yield (
@@ -94,7 +97,12 @@ def weight_problems(folder: Path) -> Iterator[str]:
             "model.path to its folder."
         )
     for file in sorted(folder.glob("*.safetensors")):
-        if read_header(file) is None:
+        try:
+            whole = read_header(file) is not None
+        except OSError as error:
+            yield f"model.path={folder}: {file.name} cannot be read: {error.strerror}. Replace it."
+            continue
+        if not whole:
             yield (
                 f"model.path={folder}: {file.name} has {file.stat().st_size} bytes, fewer or more "
                 "than its header says. Fetch it again."

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.nn import Parameter
 from transformers import PretrainedConfig
 
-from megatron_dapo.config.weight_files import INDEX_FILE, SINGLE_FILE
+from megatron_dapo.config.weight_files import INDEX_FILE, SINGLE_FILE, read_index
 from megatron_dapo.parallel.context import ParallelContext
 from megatron_dapo.resharding.cuts import fuse, shard_bounds
 from megatron_dapo.resharding.layout import local_parameters, shard_place
@@ -37,7 +36,7 @@ class HfFolder:
         self._handles: dict[str, safe_open] = {}
         self.file_of: dict[str, str] = {}
         if (folder / INDEX_FILE).is_file():
-            self.file_of = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
+            self.file_of = read_index(folder / INDEX_FILE)
         elif (folder / SINGLE_FILE).is_file():
             self.file_of = dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
         else:
@@ -57,20 +56,29 @@ class HfFolder:
             path = self.folder / file
             if not path.is_file():
                 raise ValueError(f"{INDEX_FILE} names {path}, which does not exist")
-            self._handles[file] = self._files.enter_context(safe_open(path, framework="pt"))
+            try:
+                self._handles[file] = self._files.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{path} cannot be read: {error}. Fetch it again") from error
         return self._handles[file]
 
     def read(self, tensor: HfTensor, dim: int, part: slice) -> Tensor:
         """One slice of a tensor along `dim`, on CPU in the file's dtype.
 
         Raises:
-            ValueError: the tensor is missing, or has another shape than the configuration says.
+            ValueError: the tensor is missing, cannot be read, or has another shape than the
+                configuration says.
         """
         if tensor.name not in self.file_of:
             raise ValueError(
                 f"{self.folder} has no tensor {tensor.name!r}, which config.json asks for"
             )
-        stored = self._open(self.file_of[tensor.name]).get_slice(tensor.name)
+        try:
+            stored = self._open(self.file_of[tensor.name]).get_slice(tensor.name)
+        except SafetensorError as error:
+            raise ValueError(
+                f"tensor {tensor.name!r} of {self.folder} cannot be read: {error}"
+            ) from error
         shape = tuple(stored.get_shape())
         if shape != tensor.shape:
             raise ValueError(
