@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -41,13 +42,24 @@ class Tokenizer(Protocol):
         """Conversation as text, ending where the assistant's answer begins."""
 
 
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Whatever the libraries raise over a damaged file tells which tokenizer it is."""
+    try:
+        yield
+    except (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{error!r:.300}"
+        raise ValueError(f"tokenizer {path} cannot be read: {reason}. Fetch it again") from error
+
+
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer folder."""
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
-        self._tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        with _named(folder):
+            self._tokenizer = transformers.AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
         self._folder = folder
         self._decoding = threading.Lock()
 
@@ -97,7 +109,8 @@ class SentencePieceTokenizer:
     """A SentencePiece .model file."""
 
     def __init__(self, model_file: Path) -> None:
-        self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
+        with _named(model_file):
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(model_file))
         self._model_file = model_file
 
     @property
@@ -131,8 +144,8 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a Hugging Face folder, or of a SentencePiece .model file.
 
     Raises:
-        ValueError: nothing there to load, or the folder asks to run its own Python
-            (`auto_map`) and `trust_remote_code` is off.
+        ValueError: nothing there to load, a file of it is damaged, or the folder asks to run its
+            own Python (`auto_map`) and `trust_remote_code` is off.
     """
     if path.is_file() and path.suffix == ".model":
         return SentencePieceTokenizer(path)

@@ -66,6 +66,14 @@ def test_a_place_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "missing")
 
 
+@pytest.mark.parametrize("text", ["", "7", "[]", "{}", "\x00", '{"model": 5}'])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model"])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"tokenizer {tmp_path} cannot be read|{tmp_path}/{name}"):
+        load_tokenizer(tmp_path)
+
+
 def test_a_tokenizer_without_a_template_cannot_chat(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):
