@@ -133,12 +133,12 @@ def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str
     return os.environ | {"PYTHONPATH": str(REPOSITORY)} | SECRETS | (extra or {})
 
 
-def command(*arguments: object) -> Finished:
+def command(*arguments: object, environment: Mapping[str, str] | None = None) -> Finished:
     """Run `megatron-dapo ARGUMENTS` in a process of its own, to its end."""
     started = time.monotonic()
     done = subprocess.run(
         command_line(*arguments),
-        env=command_environment(),
+        env=command_environment(environment),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
