@@ -47,7 +47,7 @@ from tests.e2e.trainers import (
 )
 
 pytestmark = pytest.mark.timeout(900)
-GLOO = ("resharding.transport=gloo", "resharding.timeout_seconds=30")
+GLOO = ("resharding.transport=gloo", "resharding.timeout_seconds=120")
 FLIPS = 8
 Payload = MutableMapping[str, object]
 Damage = Callable[[Payload], None]

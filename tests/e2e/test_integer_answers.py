@@ -63,7 +63,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield f"unix:{socket}"
         finally:
             server.terminate()
-            server.wait(60)
+            server.wait(240)
 
 
 def wait_until_it_answers(server: subprocess.Popen[bytes], socket: Path, log: Path) -> None:
