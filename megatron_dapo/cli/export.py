@@ -85,10 +85,23 @@ def export_checkpoint(checkpoint: Path, config: RunConfig, out: Path) -> None:
         config: names the model's folder (configuration, tokenizer) and the dtype to write.
 
     Raises:
-        ConfigError: a file of the checkpoint is damaged, reading it might run foreign code, or
-            another version of this package wrote it in another format.
+        ConfigError: a file of the checkpoint is damaged, reading it might run foreign code,
+            another version of this package wrote it in another format, or its run removed it
+            meanwhile.
         ValueError: the checkpoint is not of the model in `config.model.path`, or `out` exists.
     """
+    try:
+        _export(checkpoint, config, out)
+    except (OSError, RuntimeError, ValueError) as error:
+        if checkpoint.is_dir():
+            raise
+        raise ConfigError(
+            f"{checkpoint} was removed while it was read, as a run that goes on removes its older "
+            "checkpoints (checkpoint.keep). Take a newer step"
+        ) from error
+
+
+def _export(checkpoint: Path, config: RunConfig, out: Path) -> None:
     # Imported here: the other answers of this command need neither torch nor transformers.
     import torch
 

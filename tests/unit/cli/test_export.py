@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_dapo.checkpoint.commit import MANIFEST_FILE, commit, unfinished_folder
+from megatron_dapo.checkpoint import export, pickled_parts
+from megatron_dapo.checkpoint.commit import (
+    MANIFEST_FILE,
+    commit,
+    remove_checkpoint,
+    unfinished_folder,
+)
 from megatron_dapo.checkpoint.durable_files import FileRecord
 from megatron_dapo.checkpoint.header import HEADER_FILE
 from megatron_dapo.cli.export import export_config, export_main, find_checkpoint
@@ -18,6 +24,7 @@ from megatron_dapo.cli.main import main
 from megatron_dapo.config import ConfigError, load_config
 from megatron_dapo.config.errors import EXIT_CONFIG
 from megatron_dapo.config.load import save_resolved
+from megatron_dapo.resharding import saved_weights
 from tests.unit.checkpoint.records import recorded
 from tests.unit.cli.exported_run import STEP, write_exported_run
 from tests.unit.config.runs import write_run
@@ -103,6 +110,27 @@ def test_an_existing_folder_is_refused_before_the_model_is_looked_at(
     with pytest.raises(ConfigError, match="nothing is overwritten"):
         export_main(options)
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("moment", ["refuse_code", "saved_weights", "write_hf_folder"])
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_named(
+    tmp_path: Path,
+    moment: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_exported_run(tmp_path, layers=1, dtype=torch.bfloat16)
+    module = {"refuse_code": pickled_parts, "saved_weights": saved_weights}.get(moment, export)
+    step = getattr(module, moment)
+
+    def removed_before(*arguments: object, **more: object) -> object:
+        remove_checkpoint(tmp_path / "run" / "checkpoints" / f"step_{STEP:08d}")
+        return step(*arguments, **more)
+
+    monkeypatch.setattr(module, moment, removed_before)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == EXIT_CONFIG
+    assert "was removed while it was read" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_of_a_later_version_is_not_read(
