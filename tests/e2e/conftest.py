@@ -20,6 +20,7 @@ from pydantic import JsonValue
 from transformers import PreTrainedModel
 
 from megatron_dapo.config import load_config
+from megatron_dapo.config.versions import is_installed
 from megatron_dapo.resharding.plan import ReshardPlan
 from megatron_dapo.resharding.train_map import TrainLayout
 from megatron_dapo.rollout.engine import GenerationRequest, GenerationResult
@@ -41,6 +42,8 @@ PPO = (
     *("rollout.prompts_per_step=16", "rollout.group_size=1"),
 )
 EVALUATED = ("evaluation.every=2", "evaluation.max_prompts=40")
+LOGGERS = tuple(name for name in ("wandb", "tensorboard") if is_installed(name))
+LOGGED = tuple(f"logging.{name}=true" for name in LOGGERS)
 TRAINING_RUNS = {
     "qwen2_tied pp2": ("parallel.pipeline=2",),
     "qwen2_tied pp2 straight": ("parallel.pipeline=2", "training.steps=3"),
@@ -48,7 +51,7 @@ TRAINING_RUNS = {
     "qwen2_tied vpp2": ("parallel.pipeline=2", "parallel.virtual_pipeline=2"),
     "qwen2_tied cp2 kl": ("parallel.context=2", "loss.kl_coef=0.01"),
     "qwen2_tied tp2 ppo": ("parallel.tensor=2", *PPO),
-    "qwen3_moe ep2 dp2": ("parallel.data=2", "parallel.expert=2", *EVALUATED),
+    "qwen3_moe ep2 dp2": ("parallel.data=2", "parallel.expert=2", *EVALUATED, *LOGGED),
     "qwen3_moe tp2": ("parallel.tensor=2",),
     "qwen3 tp2": ("parallel.tensor=2",),
     "qwen2 dp2": ("parallel.data=2",),

@@ -29,6 +29,7 @@ LONGEST_RUN_SECONDS = 480
 CANARY = "hunter2canary"
 SECRETS = {name: f"{CANARY}{name}" for name in ("WANDB_API_KEY", "HF_TOKEN", "MY_PASSWORD")}
 """In the environment of every run; no file of it and no message may show any."""
+OFFLINE = {"WANDB_MODE": "offline"}
 SECTIONS: dict[str, dict[str, object]] = {
     "data": {"prompt_format": "plain", "max_prompt_tokens": 16},
     "training": {"steps": 2, "responses_per_update": 8, "tokens_per_micro_batch": 128},
@@ -130,7 +131,7 @@ def command_line(*arguments: object) -> list[str]:
 
 def command_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The reward plug-in lies in this repository; a user's secrets; the rest is the caller's."""
-    return os.environ | {"PYTHONPATH": str(REPOSITORY)} | SECRETS | (extra or {})
+    return os.environ | {"PYTHONPATH": str(REPOSITORY)} | SECRETS | OFFLINE | (extra or {})
 
 
 def command(*arguments: object, environment: Mapping[str, str] | None = None) -> Finished:

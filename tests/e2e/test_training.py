@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_dapo.observability.run_files import METRICS_FILE
-from tests.e2e.conftest import SharedEngine, TrainingRuns
+from tests.e2e.conftest import LOGGERS, SharedEngine, TrainingRuns
 from tests.e2e.runs import CANARY, Run, train
+from tests.logging_services import recorded, tensorboard_points
 
 pytestmark = pytest.mark.timeout(1500)  # a test that needs several runs waits for all of them
 ENGINE_GAP = 1e-3
@@ -95,6 +96,22 @@ def test_held_out_prompts_are_evaluated_before_between_and_after_the_steps(
     assert [step for step, record in records.items() if name in record] == [0, 2]
     assert 0 < records[2][name] < 1
     assert records[0][name] <= records[0]["val-core/heldout/acc/best@2"]
+
+
+@pytest.mark.skipif(LOGGERS != ("wandb", "tensorboard"), reason="wandb or tensorboard is missing")
+def test_wandb_and_tensorboard_have_every_number_of_the_run(training_runs: TrainingRuns) -> None:
+    run = training_runs["qwen3_moe ep2 dp2"]
+    rows: dict[object, dict[str, object]] = {}
+    for row in recorded(run.folder):
+        rows.setdefault(row["step"], {}).update(row)
+    assert list(rows) == list(run.records)
+    for step, record in run.records.items():
+        assert rows[step].items() >= record.items()
+        assert len(record) > 1
+        assert ("samples/nrows" in rows[step]) is (step > 0)
+    loss = tensorboard_points(run.folder / "tensorboard", "actor/pg_loss")
+    expected = [(step, pytest.approx(r["actor/pg_loss"])) for step, r in run.metrics.items()]
+    assert loss == expected
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from megatron_dapo.observability.run_files import read_metrics, read_samples
 from megatron_dapo.observability.samples import sample_row, spread
 from megatron_dapo.observability.sinks import JsonLinesSink, Sinks, TensorBoardSink
 from megatron_dapo.types import Group, Prompt, Response, Reward
+from tests.logging_services import tensorboard_points
 
 
 def run_config(run_dir: Path, **logging_keys: object) -> RunConfig:
@@ -194,14 +195,6 @@ def no_file_grows_beyond(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def tensorboard_points(folder: Path, name: str) -> list[tuple[int, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    return [(point.step, point.value) for point in events.Scalars(name)]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -24,6 +22,7 @@ from megatron_dapo.observability.sinks import Sinks
 from megatron_dapo.observability.wandb_process import Sent, descendants
 from megatron_dapo.observability.wandb_sink import WandbSink, wandb_environment
 from tests.conftest import REPOSITORY
+from tests.logging_services import recorded
 from tests.unit.observability.test_sinks import group, run_config
 from tests.unit.observability.wandb_service import Behaviour, running_service
 
@@ -31,7 +30,6 @@ real = pytest.mark.skipif(not is_installed("wandb"), reason="wandb is not instal
 KEY = "c0ffee" * 6 + "cafe"
 CANARY = "hunter2canary"
 PATIENCE = 60.0
-BLOCK = 32768
 
 
 @pytest.fixture(autouse=True)
@@ -73,38 +71,6 @@ def log_steps(sinks: Sinks, steps: range) -> None:
 
 def sent_step(run_dir: Path) -> int:
     return Sent.read(run_dir).step
-
-
-def recorded(run_dir: Path) -> list[dict[str, object]]:
-    """Rows of the run in W&B's own files, those of earlier starts first."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    rows: list[dict[str, object]] = []
-    for file in sorted(run_dir.glob("wandb/*run-*/*.wandb")):
-        for record in map(Record.FromString, log_records(file.read_bytes())):
-            if record.WhichOneof("record_type") == "history":
-                items = {
-                    item.key or "/".join(item.nested_key): item for item in record.history.item
-                }
-                rows.append({name: json.loads(item.value_json) for name, item in items.items()})
-    return rows
-
-
-def log_records(data: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log behind a header of 7 bytes; a torn one at its end is left out."""
-    place, record = 7, b""
-    while place + 7 <= len(data):
-        if BLOCK - place % BLOCK < 7:
-            place += BLOCK - place % BLOCK
-            continue
-        _, size, kind = struct.unpack("<IHB", data[place : place + 7])
-        part = data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind == 0 or len(part) < size:
-            return
-        record = part if kind in (1, 2) else record + part
-        if kind in (1, 4):
-            yield record
 
 
 def send(arguments: str, port: int) -> None:
