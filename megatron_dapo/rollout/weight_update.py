@@ -10,6 +10,7 @@ Whoever calls these keeps an engine that failed at any step from ever being used
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Literal, cast
@@ -203,6 +204,6 @@ def version_number(stamp: str) -> int:
     """
     if stamp == INITIAL_VERSION:
         return 0
-    if not stamp.isdecimal():
-        raise EngineError(f"weight version {stamp!r} is not a number; set by someone else?")
+    if not re.fullmatch("[0-9]{1,18}", stamp):
+        raise EngineError(f"weight version {stamp[:50]!r} is not a number; set by someone else?")
     return int(stamp)

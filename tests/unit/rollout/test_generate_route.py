@@ -15,6 +15,7 @@ from megatron_dapo.rollout.generate_route import (
     check_response,
     version_spans,
 )
+from megatron_dapo.rollout.weight_update import version_number
 from megatron_dapo.types import FinishReason
 from tests.unit.rollout.scripted_server import GENERATE, REQUEST, ScriptedServer, talk
 
@@ -149,3 +150,10 @@ def test_an_answer_of_a_thousand_faults_is_told_in_few_lines(
     with pytest.raises(EngineError, match="in an unknown form") as caught:
         talk(server, lambda engine: engine.generate(REQUEST))
     assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("stamp", ["", "-1", "1.5", "four", "9" * 5000, "\u0663"])
+def test_a_version_that_no_run_stamps_is_refused(stamp: str) -> None:
+    with pytest.raises(EngineError, match=r"weight version .{2,60} is not a number"):
+        version_number(stamp)
+    assert version_number("12") == 12
