@@ -220,7 +220,7 @@ def tiny_options(model: Path, log_file: Path, **changes: object) -> ServerOption
         cpu_kv_cache_gib=1,
         trust_remote_code=False,
         sleep_mode=False,
-        startup_timeout_seconds=400,
+        startup_timeout_seconds=600,
         log_file=log_file,
     )
     return replace(base, **changes)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from tests.e2e.runs import Start, command_environment, command_line
 
 MARK = "MEGATRON_DAPO_TEST_MARK"
 SHARED_MEMORY = Path("/dev/shm")
-PATIENCE_SECONDS = 480.0
+PATIENCE_SECONDS = 1200.0
 CLEAN_UP_SECONDS = 120.0
 
 

@@ -46,7 +46,7 @@ from tests.e2e.trainers import (
     stamp,
 )
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 GLOO = ("resharding.transport=gloo", "resharding.timeout_seconds=120")
 FLIPS = 8
 Payload = MutableMapping[str, object]

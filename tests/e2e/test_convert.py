@@ -14,7 +14,7 @@ from tests.e2e.conftest import GREEDY_TOKENS, SharedEngine, TrainingRuns, greedy
 from tests.e2e.runs import Run, Start, command, train
 from tests.tiny_models import save_tiny_model
 
-pytestmark = pytest.mark.timeout(1500)  # a test that needs several runs waits for all of them
+pytestmark = pytest.mark.timeout(3600)  # a test that needs several runs waits for all of them
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from tests.e2e.runs import (
     make_start,
 )
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(3600)
 STEP = 2
 NAME = "heldout"
 LONGEST_EXIT_SECONDS = 240.0

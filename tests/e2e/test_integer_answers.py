@@ -20,7 +20,7 @@ from tests.tiny_models import save_tiny_model
 LONGEST = 4096
 """Tokens of a conversation and its reply, which are one for each word here."""
 REPLY_TOKENS = 24
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 600.0
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 ROWS = [
     {"prompt": "What is 3 + 4?", "answer": "7"},

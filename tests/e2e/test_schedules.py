@@ -29,7 +29,7 @@ from tests.e2e.conftest import (
 from tests.e2e.runs import Run, Start, make_start, train
 from tests.tiny_models import tiny_model
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(3600)
 GROUP_SIZE = 4
 MOST_TOKENS = 160
 STOPS = tuple(range(2, 14))

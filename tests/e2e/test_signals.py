@@ -15,7 +15,7 @@ from megatron_dapo.observability.run_files import read_metrics
 from tests.e2e.processes import RunningTrain, start_train
 from tests.e2e.runs import Start, depends_on_training, make_start, same_number, train
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 LONGEST_EXIT_SECONDS = 240.0
 """10 s are enough for a machine that does nothing else; who hears nothing goes on for ever."""
 LAYOUT = ("parallel.tensor=2", "sampling.dynamic=false")

@@ -16,7 +16,7 @@ from tests.e2e.conftest import LOGGERS, SharedEngine, TrainingRuns
 from tests.e2e.runs import CANARY, Run, train
 from tests.logging_services import recorded, tensorboard_points
 
-pytestmark = pytest.mark.timeout(1500)  # a test that needs several runs waits for all of them
+pytestmark = pytest.mark.timeout(3600)  # a test that needs several runs waits for all of them
 ENGINE_GAP = 1e-3
 """Largest mean difference of probabilities between trainer and engine; in float32 it is ~1e-8."""
 LOGPROB_GAP = 1e-4
