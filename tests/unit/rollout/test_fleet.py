@@ -489,8 +489,9 @@ def gpu_run(*, nodes: int, data: int, **rollout: object) -> RunConfig:
 def test_engines_on_the_trainers_devices_see_all_of_them_and_their_own_first(
     config: RunConfig, devices: list[tuple[int, ...]]
 ) -> None:
-    servers = EngineFleet(config, "cuda")._servers
-    assert [server.options.visible_devices for server in servers] == devices
+    fleet = EngineFleet(config, "cuda")
+    fleet.close()
+    assert [server.options.visible_devices for server in fleet._servers] == devices
 
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
