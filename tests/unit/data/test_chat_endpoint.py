@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -124,7 +124,7 @@ def test_a_key_comes_from_the_environment_only(
     assert server.got[0][1] == "Bearer canary"
 
 
-def test_all_requests_are_under_way_at_once(tmp_path: Path) -> None:
+def test_all_requests_are_under_way_at_once() -> None:
     together, waiting = 150, 0
     body = json.dumps(completion("yes")).encode()
     head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(body)}\r\n\r\n".encode()
@@ -143,13 +143,15 @@ def test_all_requests_are_under_way_at_once(tmp_path: Path) -> None:
             await writer.drain()
             writer.close()
 
-        listening = await asyncio.start_unix_server(serve, tmp_path / "s", backlog=together)
         question = [{"role": "user", "content": "hello"}]
-        try:
-            async with ChatEndpoint(f"unix:{tmp_path}/s", model="any") as model:
-                replies = (model.reply(question, seed=seed) for seed in range(together))  # type: ignore[arg-type]
-                return await asyncio.gather(*replies)
-        finally:
-            listening.close()
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a socket's path is short
+            socket = f"{folder}/s"
+            listening = await asyncio.start_unix_server(serve, socket, backlog=together)
+            try:
+                async with ChatEndpoint(f"unix:{socket}", model="any") as model:
+                    replies = (model.reply(question, seed=seed) for seed in range(together))  # type: ignore[arg-type]
+                    return await asyncio.gather(*replies)
+            finally:
+                listening.close()
 
     assert asyncio.run(ask_together()) == ["yes"] * together
