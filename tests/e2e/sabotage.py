@@ -19,7 +19,8 @@ from megatron_dapo.rollout.engine_http import EngineHttp
 from tests.conftest import REPOSITORY
 
 FAULT = "MEGATRON_DAPO_TEST_FAULT"
-"""Environment variable: a name of `DAMAGE`, or "kill before PATH", "kill after PATH"."""
+"""Environment variable: a name of `DAMAGE`, or "kill before PATH", "kill after PATH", each with the
+number of the exchange of that kind, "kill after PATH 7"; else its second."""
 FIRST_TRAINED = 1
 
 
@@ -147,5 +148,5 @@ def break_this_process() -> None:
     elif fault == "kill while receiving":
         kill_while_receiving()
     else:
-        _, when, path = fault.split(" ")
-        kill_at(when, path, time=2)  # the first time are the start's weights
+        _, when, path, *number = fault.split(" ")
+        kill_at(when, path, time=int(number[0]) if number else 2)  # 1: of the start's weights
