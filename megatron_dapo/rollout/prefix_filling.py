@@ -65,9 +65,8 @@ class PrefixFilling:
 
     async def collect(self, step: int, version: int) -> Collected:
         """The groups of `step`; called again after EnginesLost it goes on where it stood."""
-        fill = self._fill
-        if fill is None or fill.step != step:
-            fill = self._begin(step, version)
+        fill = self._fill or self._begin(step, version)
+        assert fill.step == step, f"step {fill.step} was halted and is not over: not yet {step}"
         self._sampler.version = max(self._sampler.version, version)
         self._sampler.go_on()
         timed_out = False

@@ -31,8 +31,6 @@ from tests.e2e.trainers import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 GLOO = ("resharding.transport=gloo", "resharding.timeout_seconds=20")
 RECEIVING = "while receiving"
-LOST_STEP = 99
-"""Of no other collection: nothing of it is stored."""
 MOMENTS = [
     "before /start_weight_update",
     RECEIVING,
@@ -73,7 +71,7 @@ def die_and_return(rank: int, world: int, scene: Scene, transport: tuple[str, ..
         for restarts, moment in enumerate(moments(trainer.bridge.transport), start=1):
             update_through(trainer, moment)
             if moment == "after /resume":  # it is lost once the update is over
-                lose_and_bring_back(trainer)
+                lose_and_bring_back(trainer, restarts)
             current = trainer.config.run_dir / "current"
             export(trainer, current)
             if rank == 0:
@@ -92,14 +90,14 @@ def moments(transport: str) -> list[str]:
     return [moment for moment in MOMENTS if (moment, transport) != (RECEIVING, "files")]
 
 
-def lose_and_bring_back(trainer: Trainer) -> None:
-    """As the trainer does once its sampling finds no engine left. Collective.
+def lose_and_bring_back(trainer: Trainer, step: int) -> None:
+    """As the trainer does once its sampling of `step` finds no engine left. Collective.
 
     Where the heartbeat was quick, the update has seen the loss, and mended it, itself.
     """
     if trainer.rollouts is not None:
         try:
-            trainer.rollouts.collect(LOST_STEP, trainer.policy_version)
+            trainer.rollouts.collect(step, trainer.policy_version)
         except EnginesLost as error:
             assert "rollout engine 0" in str(error)
     trainer.weights.bring_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +33,7 @@ from megatron_dapo.resharding.bridge import Bridge
 from megatron_dapo.resharding.load import load_hf_weights
 from megatron_dapo.resharding.plan import build_plan
 from megatron_dapo.resharding.private_directory import PREFIX
-from megatron_dapo.resharding.transport import POLL_SECONDS, UpdatePayload
+from megatron_dapo.resharding.transport import UpdatePayload
 from tests.plain_engine import PlainWorker, vllm_tensors
 from tests.ranks import run_ranks
 from tests.tiny_models import FAMILIES, tiny_model
@@ -40,7 +41,9 @@ from tests.tiny_models import FAMILIES, tiny_model
 VOCAB = 500  # not a multiple of Megatron's padding, nor of vLLM's
 SMALL_BUCKET = 40_000  # bytes: tensors are cut, and there are many buckets
 ENGINE_TENSOR, REPLICAS = 2, 2
-TIMEOUT = 60
+TIMEOUT = 300
+HANG = TIMEOUT / 2
+"""Nobody waits for one that is known to be lost, however slow the machine is."""
 TWO_RANKS = [
     ParallelConfig(tensor=2),
     ParallelConfig(pipeline=2),
@@ -230,7 +233,7 @@ def _a_dead_engine_ends_the_update_on_every_rank_that_waits_for_it(folder: Path)
             run.bridge.send(2)
         for future in receiving:  # what the living one got is not all
             assert "did not come from trainer rank" in str(future.exception())
-        assert time.monotonic() - started < 0.7 * TIMEOUT  # nobody waited for the dead
+        assert time.monotonic() - started < HANG  # nobody waited for the dead
         assert run.bridge.payload()["generations"] == [1, 1]
         _assert_holds_the_folder(run, run.sync(3))
 
@@ -245,7 +248,7 @@ def _an_engine_that_refuses_is_heard_on_every_rank_at_once(folder: Path) -> None
         started = time.monotonic()
         with pytest.raises(RuntimeError, match="engine 1 answered 400") as caught:
             run.bridge.send(1)
-        assert time.monotonic() - started < 0.5 * TIMEOUT
+        assert time.monotonic() - started < HANG
         assert (caught.value is refusal) == (run.parallel.rank == 0)
         assert all(isinstance(future.exception(), RuntimeError) for future in receiving)
         run.said.clear()
@@ -256,21 +259,29 @@ def _an_engine_that_fails_at_the_very_end_ends_the_update_on_every_rank(folder: 
     """All messages are out, but the others were told not to wait: that must not outlive it."""
     config = _config(folder, ParallelConfig(tensor=2), "gloo")
     with _running(config, folder.parent) as run:
-        send = run.bridge._sender.send
+        sender, heard = run.bridge._sender, threading.Event()
+        send, call_off = sender.send, sender.call_off
         refusal = RuntimeError("rollout engine 1 answered 500: its kernel takes no such weights")
+
+        def hear(*arguments):  # type: ignore[no-untyped-def]
+            call_off(*arguments)
+            heard.set()
 
         def send_and_hear(*arguments):  # type: ignore[no-untyped-def]
             send(*arguments)
             run.said.append(refusal)
-            time.sleep(5 * POLL_SECONDS)
+            assert heard.wait(HANG)
 
-        run.bridge._sender.send = send_and_hear  # type: ignore[method-assign]
+        sender.call_off = hear  # type: ignore[method-assign]
+        sender.send = send_and_hear  # type: ignore[method-assign]
+        if run.parallel.rank != 0:
+            heard.set()  # engines answer to rank 0
         payload = run.bridge.prepare(1)
         receiving = run.take(payload)
         wanted = "answered 500" if run.parallel.rank == 0 else "trainer rank 0 could not send"
         with pytest.raises(RuntimeError, match=wanted):
             run.bridge.send(1)
-        run.bridge._sender.send = send  # type: ignore[method-assign]
+        sender.send, sender.call_off = send, call_off  # type: ignore[method-assign]
         assert [future.exception() for future in receiving] == [None] * len(receiving)
         assert run.bridge.payload()["generations"] == [1, 1]
         run.said.clear()
@@ -307,7 +318,7 @@ def _what_one_rank_does_not_hold_stops_all_ranks(folder: Path, transport: str) -
             receiving = run.take(run.bridge.prepare(1))
             run.bridge.send(1)
         assert all(isinstance(future.exception(), RuntimeError) for future in receiving)
-        assert time.monotonic() - started < 0.5 * TIMEOUT
+        assert time.monotonic() - started < HANG
 
 
 def _a_full_disk_stops_all_ranks(folder: Path) -> None:

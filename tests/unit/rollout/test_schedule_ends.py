@@ -187,6 +187,21 @@ def test_after_the_loss_of_all_engines_the_step_goes_on_where_it_stood(
         ]
 
 
+def test_a_halted_step_is_over_before_the_next_one_begins() -> None:
+    async def run() -> None:
+        run = Run(World(target=6, slots=4), DROP)
+        for engine in run.engines:
+            engine.die()
+        with pytest.raises(EnginesLost):
+            await run.scheduler.collect(1, 0)
+        run.replace_engines()
+        with pytest.raises(AssertionError, match="step 1 was halted and is not over: not yet 2"):
+            await run.scheduler.collect(2, 0)
+        await run.scheduler.close()
+
+    simulate(run())
+
+
 def test_engines_that_are_lost_between_two_steps_stop_the_next_one_only() -> None:
     async def run() -> Run:
         run = Run(World(target=6, slots=4), ONE_STEP_OFF)
