@@ -215,7 +215,11 @@ class Replica:
         """
         engine = self._new_client()
         if self.server is None:
-            await end_open_update(engine.http)
+            try:
+                await end_open_update(engine.http)
+            except EngineError:
+                await engine.close()
+                raise
         return engine
 
     def _new_client(self) -> VllmEngine:

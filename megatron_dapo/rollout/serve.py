@@ -135,7 +135,7 @@ def serve(options: ServerOptions, config: RunConfig) -> int:
 
 
 async def _until_silent(server: VllmServer, token: str, config: RunConfig) -> str:
-    """Returns once a server that was ready hangs: how it was noticed.
+    """Returns once a server hangs, before it is ready or after: how it was noticed.
 
     Trainers bring weights in without a word to this process, so what computes may always be silent
     for as long as an update may take.
@@ -154,8 +154,13 @@ async def _until_silent(server: VllmServer, token: str, config: RunConfig) -> st
         updating=lambda: True,
         update_seconds=config.resharding.timeout_seconds,
     )
+    now = asyncio.get_running_loop().time
+    ready_by = now() + rollout.startup_timeout_seconds
     try:
         while await http.status(SERVER) != 200:  # it loads its model
+            if now() > ready_by:
+                seconds = f"{rollout.startup_timeout_seconds:g} s"
+                return f"not ready within {seconds} (rollout.startup_timeout_seconds)"
             await asyncio.sleep(rollout.heartbeat_seconds)
         return await heartbeat.until_lost()
     finally:

@@ -18,8 +18,9 @@ import pytest
 from megatron_dapo.config import RunConfig, load_config
 from megatron_dapo.rollout import restarts, vllm_server
 from megatron_dapo.rollout import serve as serve_module
+from megatron_dapo.rollout.health import CORE
 from megatron_dapo.rollout.server_options import Address
-from megatron_dapo.rollout.vllm_server import VllmServer, session_members
+from megatron_dapo.rollout.vllm_server import EngineStartError, VllmServer, session_members
 from tests.unit.config.runs import write_run
 from tests.unit.rollout.test_vllm_server import options
 
@@ -29,6 +30,7 @@ import http.server, sys
 
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        open(sys.argv[3], "a").write(self.path + "\\n")
         known = self.headers["Authorization"] == "Bearer " + sys.argv[2]
         self.send_response(200 if known else 401)
         self.end_headers()
@@ -108,7 +110,9 @@ def test_a_server_that_hangs_is_killed_and_another_one_started(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     engine = replace(options(tmp_path), address=Address("127.0.0.1", port, token_file))
-    command = [sys.executable, "-c", HEALTHY, str(port), TOKEN]
+    asked = tmp_path / "asked"
+    asked.touch()
+    command = [sys.executable, "-c", HEALTHY, str(port), TOKEN, str(asked)]
     monkeypatch.setattr(vllm_server, "server_command", lambda options, socket: command)
     sessions: list[int] = []
     start = VllmServer.start
@@ -121,19 +125,31 @@ def test_a_server_that_hangs_is_killed_and_another_one_started(
     monkeypatch.setattr(VllmServer, "start", started)
 
     def stop_the_first_and_end_with_the_second() -> None:
-        wait_for(lambda: answers(port))
+        wait_for(lambda: CORE in asked.read_text())  # it was seen to be ready
         for pid in session_members(sessions[0]):
             os.kill(pid, signal.SIGSTOP)
         wait_for(lambda: len(sessions) == 2 and answers(port))
         token_file.unlink()
 
-    beats = ("rollout.heartbeat_seconds=0.05", "rollout.heartbeat_timeout_seconds=1")
+    beats = ("rollout.heartbeat_seconds=0.05", "rollout.heartbeat_timeout_seconds=5")
     config = load_config(write_run(tmp_path), ["rollout.max_restarts=1", *beats])
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(stop_the_first_and_end_with_the_second)
         assert serve_module.serve(engine, config) == 0
         done.result()
     assert [session_members(session) for session in sessions] == [[], []]
+
+
+def test_a_server_that_never_gets_ready_is_lost_after_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, token_file: Path
+) -> None:
+    monkeypatch.setattr(vllm_server, "server_command", lambda options, socket: ["sleep", "600"])
+    engine = replace(options(tmp_path), address=Address("127.0.0.1", 9, token_file))
+    keys = ("rollout.max_restarts=0", "rollout.heartbeat_seconds=0.05")
+    limit = "rollout.startup_timeout_seconds=1"
+    config = load_config(write_run(tmp_path), [*keys, limit])
+    with pytest.raises(EngineStartError, match=r"lost 1 times.*not ready within 1 s"):
+        serve_module.serve(engine, config)
 
 
 def answers(port: int) -> bool:
