@@ -38,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parallel = join_ranks(config, environment)
     chunks = build_chunks(config, hf_config, parallel)
     try:
-        load_hf_weights(chunks, hf_config, source, parallel)
+        try:
+            load_hf_weights(chunks, hf_config, source, parallel)
+        except ValueError as error:
+            sys.stderr.write(f"configuration: {source}: {error}\n")
+            return EXIT_CONFIG
         save_checkpoint(
             options.out / CHECKPOINTS,
             0,
@@ -48,9 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             parallel=parallel,
             keep=1,
         )
-    except ValueError as error:
-        sys.stderr.write(f"configuration: {source}: {error}\n")
-        return EXIT_CONFIG
     except RunFailed as error:
         sys.stderr.write(f"{options.out} is not written: {error}\n")
         return EXIT_FAILED
